@@ -341,7 +341,7 @@ void bind_endpoint(py::module_& module) {
         .def_readonly("last_wait_s", &EndpointCounts::last_wait_s, "Time spent in the last wait.");
 
     py::class_<Endpoint, EndpointHolder>(module, "Endpoint", py::is_final(),
-                                         "One process of a job and its links to others.")
+                                         "A process of a job and its links to other processes.")
         .def(py::init([](int rank, std::uint32_t slots, std::uint64_t slot_bytes, bool checksums) {
                  return EndpointHolder(
                      new Endpoint(rank, ArenaSize{slots, slot_bytes}, checksums));
@@ -364,7 +364,7 @@ void bind_endpoint(py::module_& module) {
         .def("arrivals", &arrivals, py::arg("timeout_s") = py::none(),
              "Wait for messages that no earlier call returned; (source, tag) of each.")
         .def("flush", &flush, py::arg("timeout_s") = py::none(),
-             "Wait until all sent messages can be taken; False if that does not happen.")
+             "Wait until all sent messages can be taken; otherwise return False.")
         .def("abort", &Endpoint::abort, py::arg("reason"), no_gil,
              "Tell all peers to stop waiting.")
         .def("close", &Endpoint::close, no_gil, "Notify the peers and release everything.")

@@ -75,8 +75,8 @@ void bind_rdma(py::module_& module) {
         .def_readonly("ports", &RdmaDevice::ports, "Empty for a device with an error.");
 
     py::class_<RdmaFinding>(module, "RdmaFinding", py::is_final(), "Result of one step.")
-        .def_readonly("step", &RdmaFinding::step, "What was tried.")
-        .def_readonly("is_good", &RdmaFinding::is_good, "Whether it works.")
+        .def_readonly("step", &RdmaFinding::step, "The step that was tried.")
+        .def_readonly("is_good", &RdmaFinding::is_good, "Whether the step succeeded.")
         .def_readonly("text", &RdmaFinding::text, "The finding.")
         .def_readonly("remedy", &RdmaFinding::remedy, "How to fix a failure.");
 

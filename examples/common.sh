@@ -26,7 +26,7 @@ fail() {
 # Handles Ctrl-C before the training starts: prints one line. `run_command` handles it during the training.
 interrupted() {
     [[ -z ${pid:-} ]] || kill "$pid" 2>/dev/null || true
-    say "interrupted; run again to go on" >&2
+    say "interrupted; run again to continue" >&2
     exit 130
 }
 trap interrupted INT
@@ -111,7 +111,7 @@ sys.path.remove("") if "" in sys.path else None
 print(*(name for name in sys.argv[1:] if absent(name)))
 PYTHON
     )
-    [[ -z $missing ]] || fail "the environment $VIRTUAL_ENV lacks $missing; run: $remedy (or unset VIRTUAL_ENV to get an own environment)"
+    [[ -z $missing ]] || fail "the environment $VIRTUAL_ENV lacks $missing; run: $remedy (or unset VIRTUAL_ENV, and this script creates an environment)"
 }
 
 # A stamp contains the hash of all files that an installation depends on. Python sources are not part of
@@ -135,7 +135,7 @@ install_environment() {
         check_compiler "$base"
     fi
     say "sets up $REPO/.venv with $base, Python $("$base" -V | cut -d ' ' -f 2) (log: $log)"
-    [[ -x $PYTHON ]] || "$base" -m venv "$REPO/.venv" || fail "cannot make a virtual environment with $base"
+    [[ -x $PYTHON ]] || "$base" -m venv "$REPO/.venv" || fail "cannot create a virtual environment with $base"
     : >"$log"
     STEP=0 STEPS=1
     comes_with_package "$PYTHON" || STEPS=$((STEPS + 1))
@@ -163,7 +163,7 @@ install_core() {
     local log=$1 version=${MEGATRON_CORE:-$NEWEST_CORE} flags=()
     ! comes_with_package "$PYTHON" || return 0
     if [[ $version != 0.16.* ]] && is_311 "$PYTHON"; then
-        say "takes megatron-core $version on Python 3.11 too (pip's --ignore-requires-python), in this environment only"
+        say "installs megatron-core $version although this is Python 3.11 (pip's --ignore-requires-python), in this environment only"
         # Without dependencies, which pip would also select for a later Python. The next step installs them.
         flags=(--ignore-requires-python --no-deps)
     fi
@@ -186,7 +186,7 @@ check_compiler() {
         fail "the native module needs a C++ compiler (Debian: apt-get install g++)"
     header=$("$1" -c 'import sysconfig; print(sysconfig.get_paths()["include"] + "/Python.h")')
     [[ -f $header ]] ||
-        fail "the native module needs Python's headers, $header is missing (Debian: apt-get install python3-dev)"
+        fail "the native module needs Python's headers, but $header is missing (Debian: apt-get install python3-dev)"
 }
 
 # Compiling all of torch's bytecode takes a minute, so modules are compiled when they are imported.
@@ -335,7 +335,7 @@ tokenize() {
 
 corpus() {
     mkdir -p "$(dirname "$1")"
-    say "makes training data from Python's language reference"
+    say "creates training data from Python's language reference"
     apart "$PYTHON" "$REPO/examples/data/python_reference.py" "$1.jsonl"
 }
 

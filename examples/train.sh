@@ -135,9 +135,9 @@ parse_options() {
         esac
         shift
     done
-    declare -F "size_$SIZE" >/dev/null || fail "--size $SIZE: there is none of this name; take one of: $(sizes)"
+    declare -F "size_$SIZE" >/dev/null || fail "--size $SIZE does not exist; use one of: $(sizes)"
     [[ -z $HOSTFILE || -f $HOSTFILE ]] ||
-        fail "--hostfile $HOSTFILE: there is no such file; write one with the address of a node on each line"
+        fail "--hostfile $HOSTFILE does not exist; write a file with one node address per line"
     OUT=${OUT:-$HERE/out/$SIZE}
 }
 
@@ -193,7 +193,7 @@ look_around() {
     fi
     # Checked before a different release is installed.
     if ! $DRY_RUN && [[ $SCRIPT == pretrain_bert.py && -z ${VIRTUAL_ENV:-} && ! ${MEGATRON_CORE:-$NEWEST_CORE} =~ ^0\.1[67]\. ]]; then
-        fail "megatron-core ${MEGATRON_CORE:-$NEWEST_CORE} has no $SCRIPT, releases up to 0.17 and their trees have; start again with MEGATRON_CORE=0.17.1 and MEGATRON_LM_PATH=DIR, a tree of core_v0.17.1"
+        fail "megatron-core ${MEGATRON_CORE:-$NEWEST_CORE} has no $SCRIPT, which only trees up to 0.17 have; start again with MEGATRON_CORE=0.17.1 and MEGATRON_LM_PATH=DIR, a tree of core_v0.17.1"
     fi
     prepare_environment run >&2
     DEVICE=$(flag_value --device-backend "${MEGATRON_EXT_DEVICE:-auto}" "${EXTRA[@]}")
@@ -208,9 +208,9 @@ check_data() {
         return
     fi
     [[ $DEVICE != cpu || -n $HOSTFILE ]] ||
-        fail "the $SIZE model needs accelerators and this machine has none that torch can use; try --tiny, or --dry-run"
+        fail "the $SIZE model needs accelerators, but this machine has none that torch can use; try --tiny, or --dry-run"
     given --data-path || given --mock-data ||
-        fail "the $SIZE model needs --data-path PREFIX (examples/data/tokenize_text.py makes it) or --mock-data"
+        fail "the $SIZE model needs --data-path PREFIX (examples/data/tokenize_text.py creates it) or --mock-data"
 }
 
 # Sets NPROC, the number of processes on this node, and WORLD, the number on all nodes. WORLD is 0 if the hostfile
@@ -255,7 +255,7 @@ choose_split() {
     fi
     if is_tiny && ((WORLD > 0)); then
         if ((stages == 4 && WORLD % 4 != 0)); then
-            fail "--pipeline-schedule $schedule mirrors two pipelines: it needs a multiple of 4 processes, NPROC is $NPROC; take NPROC=4, or zb-v, which takes any even number"
+            fail "--pipeline-schedule $schedule mirrors two pipelines, so it needs a multiple of 4 processes, but NPROC is $NPROC; use NPROC=4, or zb-v, which accepts any even number"
         fi
         stages=$((WORLD % 2 == 0 ? stages : 1))
     fi
@@ -288,13 +288,13 @@ check_world() {
     # Megatron says what is wrong with other values.
     [[ $tp-$pp-$cp-$ep-$etp =~ ^[1-9][0-9]*(-[1-9][0-9]*){4}$ ]] || return 0
     ((WORLD % (tp * pp * cp) == 0)) ||
-        fail "one copy of the model takes tensor $tp x pipeline $pp$( ((cp == 1)) || printf ' x context %s' "$cp") = $((tp * pp * cp)) processes, NNODES x NPROC is $WORLD; start a multiple (on several nodes: --hostfile FILE, or NNODES), or lower a size"
+        fail "one copy of the model takes tensor $tp x pipeline $pp$( ((cp == 1)) || printf ' x context %s' "$cp") = $((tp * pp * cp)) processes, but NNODES x NPROC is $WORLD; start a multiple (on several nodes: --hostfile FILE, or NNODES), or lower a size"
     hosted=$pp
     case $(schedule_asked) in
         bitpipe | dualpipe) hosted=$(((pp + 1) / 2)) ;; # two pipelines of half the ranks
     esac
     ((WORLD % (etp * ep * hosted) == 0)) ||
-        fail "the experts take tensor $etp x expert $ep x pipeline $hosted = $((etp * ep * hosted)) processes, NNODES x NPROC is $WORLD; start a multiple (on several nodes: --hostfile FILE, or NNODES), or lower --expert-model-parallel-size"
+        fail "the experts take tensor $etp x expert $ep x pipeline $hosted = $((etp * ep * hosted)) processes, but NNODES x NPROC is $WORLD; start a multiple (on several nodes: --hostfile FILE, or NNODES), or lower --expert-model-parallel-size"
 }
 
 # Rejects flags that the job would reject after a minute of imports. With a hostfile, the launcher checks them.
@@ -455,11 +455,11 @@ announce() {
     # Megatron says what is wrong with other values.
     [[ $total =~ ^[0-9]+$ && $every =~ ^[1-9][0-9]*$ ]] || return 0
     if ((latest >= total)); then
-        say "nothing to do: trained to --train-iters $total; give a larger one, or --out DIR for a new run"
+        say "nothing to do: already trained to --train-iters $total; give a larger number, or --out DIR for a new run"
         return 1
     fi
     local stop=$(((latest / every + 1) * every))
-    say "trains to iteration $((stop < total ? stop : total)); $(again) to go on from there"
+    say "trains to iteration $((stop < total ? stop : total)); $(again) to continue from there"
 }
 
 # Prints the first and last loss of this run, from Megatron's log lines.
@@ -520,9 +520,9 @@ train() {
     if [[ -n $HOSTFILE ]]; then
         say "starts on the hosts of $HOSTFILE"
     else
-        say "$NPROC processes on $DEVICE; to import torch and Megatron takes them up to a minute"
+        say "$NPROC processes on $DEVICE; importing torch and Megatron takes up to a minute"
     fi
-    mkdir -p "$OUT" || fail "--out $OUT cannot be made; name a folder that can be written"
+    mkdir -p "$OUT" || fail "--out $OUT cannot be created; name a folder that can be written"
     [[ -n $HOSTFILE ]] || announce || return 0
     # The launcher runs in a separate session, so it gets one signal per Ctrl-C, from this script and not also from
     # the terminal. A second signal would kill its job.

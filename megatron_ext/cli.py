@@ -147,8 +147,9 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_patches(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser(
         "patches",
-        help="show or check the patches on Megatron",
-        description="Show the changes to Megatron, or check that they still fit it.",
+        help="list or check the patches to Megatron",
+        description="List the changes that this package makes to Megatron's functions, or check "
+        "that they fit the installed release.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     show = actions.add_parser("list", help="show every patch, its state and its reason")
@@ -197,7 +198,7 @@ def _run_patches(args: argparse.Namespace) -> int:
     if args.action == "list":
         print(listing.text_table(rows, redirects=args.all))
         if absent:
-            print(f"missing, so pending: {', '.join(absent)}")
+            print(f"not installed, so their patches are pending: {', '.join(absent)}")
         return 0
     problems = listing.problems(rows)
     for line in problems:

@@ -282,7 +282,7 @@ def message_of(error: BaseException) -> str:
 def reason_of(error: BaseException) -> str:
     """Return the reason for a failure in one short line, even if the error has no text."""
     if isinstance(error, EOFError):
-        return "it ends too early"
+        return "it is truncated"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     first = next((line for line in str(error).splitlines() if line.strip()), "")

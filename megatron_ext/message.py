@@ -16,7 +16,7 @@ that a stage publishes for a later stage, bypassing the stages between. G: the g
 _OF_MICROBATCHES: dict[MessageKind, str] = {
     "F": "the activation that stage {} needs",
     "B": "the gradient that stage {} needs",
-    "P": "what stage {} published",
+    "P": "the routes from stage {}",
     "G": "the gradient of routes from stage {}",
     "C": "the credit of stage {}",
 }

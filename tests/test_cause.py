@@ -136,7 +136,7 @@ def test_a_checkpoint_that_megatron_does_not_load_is_a_failure(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert (
-        "error: Megatron did not load the checkpoint, and says why above: sys.exit()"
+        "error: Megatron did not load the checkpoint; its log above says why: sys.exit()"
         in lines[0]
     )
 

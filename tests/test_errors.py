@@ -47,7 +47,7 @@ def test_characters_that_steer_a_terminal_are_escaped() -> None:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (EOFError(), "it ends too early"),
+        (EOFError(), "it is truncated"),
         (KeyError(), "KeyError"),
         (ValueError("\n\n  first\nsecond"), "first"),
         (OSError(28, "No space left on device", "/x"), "No space left on device"),
@@ -114,7 +114,7 @@ def test_doctor_needs_a_hostfile_to_choose_from(
     "error",
     [
         ConfigurationError("{slices:4} excludes {pairs}; its braces {word}", word="{}"),
-        HangError("rank 3 stands still", rank=3),
+        HangError("rank 3 makes no progress", rank=3),
         PeerAborted("1F0 did not come", "rank 2: out of memory"),
         UpstreamMismatch(
             "module:name",

@@ -106,7 +106,7 @@ def test_mirrored_pipelines_need_four_processes() -> None:
     done = bash(LLAMA3, "--dry-run", "--tiny", "--enable-bitpipe-schedule", NPROC="2")
     assert done.returncode == 2
     assert (
-        "needs a multiple of 4 processes, NPROC is 2; take NPROC=4, or zb-v"
+        "needs a multiple of 4 processes, but NPROC is 2; use NPROC=4, or zb-v"
         in done.stderr
     )
 
@@ -153,14 +153,14 @@ def copy_of_the_scripts(tmp_path: Path, model: str = "llama3") -> Path:
         (
             ["--tiny", "--out", "/proc/x"],
             {},
-            "--out /proc/x cannot be made; name a folder",
+            "--out /proc/x cannot be created; name a folder",
         ),
         (
             ["--size", "9b"],
             {},
-            "--size 9b: there is none of this name; take one of: 70b 8b tiny",
+            "--size 9b does not exist; use one of: 70b 8b tiny",
         ),
-        (["--hostfile", "/absent"], {}, "--hostfile /absent: there is no such file"),
+        (["--hostfile", "/absent"], {}, "--hostfile /absent does not exist"),
         (["--tiny"], {"NPROC": "none"}, "NPROC=none is not a number of processes"),
         (
             ["--dry-run", "--size", "70b"],
@@ -362,16 +362,20 @@ def test_termination_reaches_the_command(tmp_path: Path) -> None:
         (
             "4",
             "",
-            "trains to iteration 8; run again with --load out, without --finetune, to go on",
+            "trains to iteration 8; run again with --load out, without --finetune, to continue",
         ),
-        ("4", "--save {load}", "trains to iteration 8; run again to go on from there"),
+        (
+            "4",
+            "--save {load}",
+            "trains to iteration 8; run again to continue from there",
+        ),
         ("6", "--finetune", "starts from the weights in {load}, checkpoints go to out"),
         (
             "release",
             "--save there",
             "starts from the weights in {load}, checkpoints go to there",
         ),
-        ("8", "", "nothing to do: trained to --train-iters 8"),
+        ("8", "", "nothing to do: already trained to --train-iters 8"),
     ],
 )
 def test_the_folder_that_is_loaded_is_named(
@@ -419,7 +423,7 @@ def test_the_tiny_run_learns_and_resumes(tmp_path: Path) -> None:
 
     third = bash(LLAMA3, *flags, "--train-iters", "8", NPROC="2")
     assert third.returncode == 0
-    assert "nothing to do: trained to --train-iters 8" in third.stdout
+    assert "nothing to do: already trained to --train-iters 8" in third.stdout
 
 
 @pytest.mark.e2e

@@ -84,8 +84,7 @@ def test_a_checkpoint_of_another_format_is_one_line(tmp_path: Path) -> None:
     [line] = errors(start(flags))
     mine = "ranks 0: 0 and 3, 1: 1 and 2 of Et|t|t|tL (2 on each rank)"
     assert (
-        f"are those of Megatron (1 on each rank), but those of this run are {mine}"
-        in line
+        f"are Megatron's own (1 on each rank), but those of this run are {mine}" in line
     )
 
 

@@ -99,7 +99,7 @@ FEATURES = {
 """The flags of each feature of recipes."""
 _SCOPES = {
     "schedule": "Rejected by all schedules and disaggregation",
-    "unfused": "Rejected by schedules that split backwards",
+    "unfused": "Rejected by schedules that split backward passes",
     "folded": "Rejected by V and W placements",
     "placed": "Rejected by V and W placements, in programs that build their model",
     "chunks": "Rejected by schedules with several stages per rank",
@@ -112,12 +112,13 @@ _SCOPES = {
     "lengths": "Rejected with `--variable-seq-lengths`",
     "balance": "Rejected with `--pipeline-balance`",
     "roles": "Rejected with disaggregation",
-    "stock_lengths": "Rejected with `--variable-seq-lengths` under Megatron's own schedules",
+    "lengths_without_table": "Rejected with `--variable-seq-lengths` under Megatron's own "
+    "schedules",
     "microbatch_rng": "Rejected with `--microbatch-rng` under Megatron's own schedules",
     "transport": "Rejected with a transport of this package under Megatron's own schedules",
     "dropped": "Dropped by all schedules and disaggregation",
-    "dropped_by_split": "Dropped by schedules that split backwards",
-    "whole": "Dropped by schedules that split backwards, but kept with `--use-dpp`",
+    "dropped_by_split": "Dropped by schedules that split backward passes",
+    "whole": "Dropped by schedules that split backward passes, but kept with `--use-dpp`",
     "dropped_by_line": "Dropped by schedules with one stage per rank",
     "unpaired": "Settings that disable `--overlap-moe-expert-parallel-comm`",
     "dropped_by_slices": "Dropped with `--pipeline-slices`",

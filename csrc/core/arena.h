@@ -40,7 +40,7 @@ class Arena {
     int fd() const noexcept { return segment_.fd(); }
 
     std::atomic<std::uint64_t>& published() const noexcept;
-    /// Whether the receiver must ring the sender when it releases a slot.
+    /// Set if the receiver must ring the sender when it releases a slot.
     std::atomic<std::uint32_t>& sender_waits() const noexcept;
     /// Word `index` of the bitmap of released slots.
     std::atomic<std::uint64_t>& released(std::size_t index) const noexcept;

@@ -26,11 +26,11 @@ Assembly::Assembly(int source, BufferPool pool) : source_(source), pool_(std::mo
 void Assembly::check(const Descriptor& piece, std::uint64_t max_piece_bytes) const {
     if (!is_intact(piece)) {
         throw_damaged("the header of piece " + std::to_string(next_sequence_) +
-                      " is not what was sent");
+                      " does not match its checksum");
     }
     if (piece.magic != kDescriptorMagic || piece.sequence != next_sequence_) {
-        throw_damaged("piece " + std::to_string(piece.sequence) + " stands where piece " +
-                      std::to_string(next_sequence_) + " was due");
+        throw_damaged("piece " + std::to_string(piece.sequence) + " arrived where piece " +
+                      std::to_string(next_sequence_) + " was expected");
     }
     const std::uint64_t begin = partial_ ? partial_->have_bytes : 0;
     const bool continues = !partial_ || (partial_->message.info.tag == piece.tag &&
@@ -41,7 +41,7 @@ void Assembly::check(const Descriptor& piece, std::uint64_t max_piece_bytes) con
         piece.piece_bytes > piece.total_bytes - begin) {
         throw_damaged("a piece of " + std::to_string(piece.piece_bytes) + " bytes at " +
                       std::to_string(piece.offset_bytes) + " of " +
-                      std::to_string(piece.total_bytes) + " does not continue what came before");
+                      std::to_string(piece.total_bytes) + " does not continue the message");
     }
 }
 
@@ -51,7 +51,7 @@ void Assembly::check_bytes(const Descriptor& piece, const std::byte* bytes) cons
         const std::uint64_t end = piece.offset_bytes + piece.piece_bytes;
         throw_damaged("bytes " + std::to_string(piece.offset_bytes) + " to " + std::to_string(end) +
                       " of the " + std::to_string(piece.total_bytes) + " of tag " +
-                      hexadecimal(piece.tag) + " are not what was sent");
+                      hexadecimal(piece.tag) + " do not match their checksum");
     }
 }
 
@@ -74,8 +74,8 @@ std::shared_ptr<std::byte> Assembly::memory_for(const Descriptor& piece) const {
         throw TransportError("rank " + std::to_string(source_) + " sends " +
                              std::to_string(piece.total_bytes) + " bytes as tag " +
                              hexadecimal(piece.tag) +
-                             ", and this process has no memory for so many; raise its limits, or "
-                             "take smaller micro-batches");
+                             ", but this process cannot allocate so many; raise its memory limits, "
+                             "or use smaller micro-batches");
     }
 }
 

@@ -104,15 +104,15 @@ class Endpoint {
     /// if a peer with queued messages is gone, or if this process aborted.
     bool flush(Deadline deadline, InterruptCheck check);
 
-    /// Notifies all peers that this process aborts, and drops queued messages. This ends the waits
-    /// of the peers, and of this process too, because peers that compute do not answer.
+    /// Notifies all peers that this process aborts, and drops queued messages. This unblocks the
+    /// waiting peers, and this process too, because peers that compute do not answer.
     void abort(const std::string& reason);
 
     /// Closes all links and releases everything. Messages that were taken stay valid.
     void close();
 
-    /// How long a wait spins before it sleeps; see ProcessBell::spin(). Initially zero, because
-    /// only hosts with a CPU for each of their processes benefit.
+    /// Sets the time for which a wait spins before it sleeps; see ProcessBell::spin(). Initially
+    /// zero, because only hosts with a CPU for each of their processes benefit.
     void set_spin(Clock::duration longest) noexcept { spin_ = longest; }
 
     EndpointCounts counts();

@@ -133,7 +133,7 @@ UniqueFd receive_fd(int socket, Deadline deadline, InterruptCheck check) {
         throw TransportError(std::string(what) + ": the peer sent byte " +
                              std::to_string(static_cast<unsigned char>(marker)) + " with " +
                              std::to_string(received.size()) +
-                             " descriptors where byte 70 with one descriptor was due");
+                             " descriptors where byte 70 with one descriptor was expected");
     }
     return std::move(received.front());
 }

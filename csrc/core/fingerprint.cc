@@ -7,17 +7,17 @@
 namespace megatron_ext {
 namespace {
 
-// Vectors of the compiler. A processor with shorter ones computes each in several instructions.
+// The compiler's vector types. A processor with shorter vectors uses several instructions for each.
 constexpr std::size_t kVectorBytes = kFingerprintLanes * sizeof(float);
 typedef float Floats __attribute__((vector_size(kVectorBytes)));
 typedef std::int32_t Words __attribute__((vector_size(kVectorBytes)));
 typedef std::uint32_t UnsignedWords __attribute__((vector_size(kVectorBytes)));
 
-// Columns that are read together, row by row. Their constants and sums (24 KiB) fit into the first
-// cache beside a row of values.
+// Columns that are read together, row by row. Their constants and sums (24 KiB) fit into the L1
+// cache next to a row of values.
 constexpr std::size_t kStripColumns = 1024;
 
-// A macro, because a vector that a function takes or returns has another ABI on each processor.
+// A macro, because the ABI of a function that takes or returns a vector depends on the processor.
 #define LOAD(vector, address) std::memcpy(&(vector), (address), sizeof(vector))
 
 /// Adds one strip of columns to `result`.
@@ -39,7 +39,7 @@ __attribute__((always_inline)) inline void add_strip(const float* values,
         Floats row_squares{};
         Floats row_sums[kNumProjections]{};
         for (std::size_t i = 0; i < num_columns; i += kFingerprintLanes) {
-            // The next row of the strip is a few pages away, where no processor looks by itself.
+            // The next row of the strip is a few pages away, where hardware does not prefetch.
             __builtin_prefetch(row_values + i + columns.count);
             Floats vector;
             LOAD(vector, row_values + i);
@@ -100,7 +100,7 @@ Fingerprint on_any_processor(const float* values, const FingerprintConstants& ro
 }
 
 #if defined(__x86_64__)
-// Wheels are built for all processors. Without AVX2, there is no product of 32-bit words.
+// Wheels must run on every x86-64 processor, whose baseline lacks a product of 32-bit vectors.
 __attribute__((target("avx2"))) Fingerprint with_avx2(const float* values,
                                                       const FingerprintConstants& rows,
                                                       const FingerprintConstants& columns) {

@@ -49,7 +49,7 @@ Descriptor Inbox::check(std::uint32_t slot) const {
     const ArenaSize size = shared_->arena.size();
     if (slot >= size.num_slots) {
         throw TransportError("the messages of rank " + std::to_string(source_) +
-                             " are damaged: it names slot " + std::to_string(slot) + " of " +
+                             " are damaged: a message names slot " + std::to_string(slot) + " of " +
                              std::to_string(size.num_slots));
     }
     const Descriptor piece = shared_->arena.descriptor(slot);

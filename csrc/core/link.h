@@ -74,7 +74,7 @@ struct LinkCounts {
 ///   return with next_progress() in the past. A link without descriptors (shared memory) is checked
 ///   by each call of the endpoint; its peer rings `bell`.
 /// - Ends: progress() detects the end of the peer. state() leaves kOpen once and never returns to
-///   it. A peer that ends without calling say_closed() or say_aborted() has died.
+///   it. A peer that exits without calling say_closed() or say_aborted() has died.
 ///
 /// Concurrency: every member is called under the endpoint's lock, by the calling or the service
 /// thread. No member may wait, take the GIL or call the endpoint. An exception that progress()
@@ -116,7 +116,7 @@ class Link {
 
     virtual PeerState state() const noexcept = 0;
 
-    /// Why the peer aborted, or how its end was detected; may be empty.
+    /// Returns why the peer aborted, or how its exit was detected; may be empty.
     virtual std::string reason() const = 0;
 
     virtual LinkCounts counts() const = 0;

@@ -31,7 +31,7 @@ static_assert(sizeof(Descriptor) == 128, "part of the protocol");
 /// descriptor has this checksum, because the bytes after a damaged descriptor cannot be parsed.
 void seal(Descriptor& piece) noexcept;
 
-/// Whether a descriptor matches its checksum.
+/// Returns whether a descriptor matches its checksum.
 bool is_intact(const Descriptor& piece) noexcept;
 
 /// Returns the descriptor for `piece_bytes` of a message from `offset_bytes` on, which are stored

@@ -17,7 +17,7 @@ class Process {
     /// Remembers the calling process. Throws TransportError if forks cannot be detected.
     Process();
 
-    /// Whether the caller is the remembered process, and not a forked child.
+    /// Returns whether the caller is the remembered process, and not a forked child.
     bool is_this() const noexcept { return forks_ == num_forks.load(std::memory_order_relaxed); }
 
     pid_t id() const noexcept { return id_; }

@@ -12,10 +12,10 @@ namespace megatron_ext {
 /// Wakes one process. Peers ring it through shared memory, as do the process's service thread and
 /// any thread that releases a message.
 ///
-/// It consists of a page of shared memory and an eventfd. The thread that calls the endpoint sleeps
-/// on a futex in the page; the service thread sleeps in epoll, where rings reach it through the
-/// eventfd if it listens. A ring costs a system call only if a thread sleeps or listens, which the
-/// page shows. Each word is cleared by one process only, so a death leaves nothing behind.
+/// A bell consists of a page of shared memory and an eventfd. The thread that calls the endpoint
+/// sleeps on a futex in the page; the service thread sleeps in epoll, where rings reach it through
+/// the eventfd if it listens. A ring costs a system call only if a thread sleeps or listens, which
+/// the page shows. Each word is cleared by one process only, so a death leaves nothing behind.
 ///
 /// Concurrency: any thread may call every member. All objects that may ring the bell share it, so
 /// it outlives the endpoint as long as there are unreleased messages.
@@ -53,8 +53,8 @@ class ProcessBell {
     /// a ring.
     bool spin(std::uint32_t seen, Clock::duration longest) const noexcept;
 
-    /// Whether rings reach the service thread from now on. After listen(true), check for changes
-    /// that earlier rings reported, then sleep.
+    /// Sets whether rings reach the service thread from now on. After listen(true), check for
+    /// changes that earlier rings reported, then sleep.
     void listen(bool wanted) noexcept;
 
     /// Number of calls of ring_for_control() so far.

@@ -108,20 +108,20 @@ Header check_segment(int fd, const std::string& failed) {
     const auto file_bytes = static_cast<std::uint64_t>(status.st_size);
     if (file_bytes <= kHeaderBytes) {
         throw TransportError(failed + ": it has " + bytes_text(file_bytes) +
-                             ", a segment has more than " + bytes_text(kHeaderBytes));
+                             ", but a segment has more than " + bytes_text(kHeaderBytes));
     }
     const Header header = read_header(fd, failed);
     if (!std::equal(std::begin(kMagic), std::end(kMagic), std::begin(header.magic))) {
-        throw TransportError(failed + ": it does not begin like a megatron_ext segment");
+        throw TransportError(failed + ": it lacks the header of a megatron_ext segment");
     }
     if (header.version != kVersion || header.header_bytes != kHeaderBytes) {
         throw TransportError(failed + ": it has layout version " + std::to_string(header.version) +
-                             ", this process uses version " + std::to_string(kVersion) +
+                             ", but this process uses version " + std::to_string(kVersion) +
                              "; install the same megatron_ext for all ranks");
     }
     if (header.payload_bytes != file_bytes - kHeaderBytes) {
         throw TransportError(failed + ": its header says " + bytes_text(header.payload_bytes) +
-                             " after the header, the file has " +
+                             " after the header, but the file has " +
                              bytes_text(file_bytes - kHeaderBytes));
     }
     return header;

@@ -11,7 +11,7 @@ namespace megatron_ext {
 ///
 /// One process calls create() and passes fd() to others (see fd_passing.h), which call attach().
 /// The memory has no name in /dev/shm or anywhere else. The kernel frees it when the last mapping
-/// and descriptor are gone, however the processes ended, so there is nothing to clean up. create()
+/// and descriptor are gone, however the processes exited, so there is nothing to clean up. create()
 /// allocates all pages, so missing memory is an error there and never a SIGBUS later. The size is
 /// sealed: no process can shrink or grow it.
 ///

@@ -159,7 +159,7 @@ void RdmaChannel::accept_offer(const Offer& offer) {
     }
     if (offer.num_slots != size_.num_slots || offer.slot_bytes != size_.slot_bytes) {
         throw RdmaError(peer_ + " has " + std::to_string(offer.num_slots) + " slots of " +
-                            std::to_string(offer.slot_bytes) + " bytes, this process " +
+                            std::to_string(offer.slot_bytes) + " bytes, but this process has " +
                             std::to_string(size_.num_slots) + " of " +
                             std::to_string(size_.slot_bytes),
                         "give all ranks the same flags");
@@ -218,12 +218,13 @@ void RdmaChannel::connect(const Exchange& exchange, bool is_first, Deadline dead
         failures += "; " + failure;
     }
     throw RdmaError("no RDMA connection to " + peer_ +
-                        (failures.empty() ? ": both sides have no kind of GID in common, the first "
-                                            "are " +
+                        (failures.empty() ? ": the two hosts have no kind of GID in common; the "
+                                            "first ones are " +
                                                 sources_.front().text() + " and " +
                                                 peer_offer.target(0).gid.text()
                                           : failures),
-                    "name the address to use by --node-ips, or a GID by MEGATRON_EXT_IB_GID_INDEX");
+                    "name the addresses to use with --node-ips, or a GID with "
+                    "MEGATRON_EXT_IB_GID_INDEX");
 }
 
 /// Writes one packet into an unused slot of the peer and waits for its completion, which arrives,

@@ -47,7 +47,8 @@ std::optional<Gid> gid_of_socket_address(const sockaddr* address) {
     return std::nullopt;
 }
 
-/// Whether the device has a network interface with this address, such as IP over InfiniBand.
+/// Returns whether the device has a network interface with this address, such as IP over
+/// InfiniBand.
 bool has_interface(const std::string& device, const Gid& address, const std::string& sysfs) {
     ifaddrs* first = nullptr;
     if (::getifaddrs(&first) != 0) {
@@ -125,7 +126,7 @@ bool is_allowed(const RdmaSettings& settings, const std::string& device, int por
            std::any_of(settings.devices.begin(), settings.devices.end(), names);
 }
 
-/// Why a port has no source.
+/// Returns why a port has no source.
 std::string reason_against(const RdmaPort& port, const RdmaSettings& settings,
                            const std::string& address) {
     if (settings.gid_index) {
@@ -183,8 +184,8 @@ struct Search {
             return remedy_of_device;
         }
         return has_other_addresses
-                   ? "name the addresses of RDMA ports with --node-ips, without which that on the "
-                     "route to MASTER_ADDR counts"
+                   ? "name the addresses of RDMA ports with --node-ips; by default, the address on "
+                     "the route to MASTER_ADDR is used"
                    : "give the port an address, and bring its link up (`rdma link`)";
     }
 
@@ -215,7 +216,7 @@ std::vector<RdmaSource> choose_sources(const std::vector<RdmaDevice>& devices,
     }
     if (devices.empty()) {
         throw RdmaError("this host has no RDMA device",
-                        "load the driver of the adapter, or use the tcp wire");
+                        "load the driver of the adapter, or use --pipeline-transport tcp");
     }
     for (const RdmaDevice& device : devices) {
         search.look_at(device);

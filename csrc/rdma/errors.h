@@ -6,7 +6,7 @@
 
 namespace megatron_ext {
 
-/// Why RDMA is unavailable or has failed, with a remedy, which is empty if none is known.
+/// RDMA is unavailable or has failed. Contains the reason, and a remedy if one is known.
 class RdmaError : public TransportError {
   public:
     RdmaError(const std::string& what, const std::string& remedy)

@@ -29,7 +29,7 @@ RdmaTarget itself(const QueuePair& queue_pair, const RdmaSource& source) {
     return {queue_pair.number(), queue_pair.first_psn(), source.gid, source.lid, source.mtu};
 }
 
-/// Collects the findings. An exception belongs to the last step that was begun.
+/// Collects the findings. An exception belongs to the last step that was started.
 class Steps {
   public:
     void begin(const char* step) { step_ = step; }

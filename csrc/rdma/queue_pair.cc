@@ -34,7 +34,7 @@ auto require(Make make, const std::string& device, const std::string& what) {
     if (object == nullptr) {
         throw RdmaError("the RDMA device " + device + " cannot create " + what + ": " +
                             error_text(error_number),
-                        "take fewer or smaller slots, or see the kernel's log (dmesg)");
+                        "use fewer or smaller micro-batches, or see the kernel's log (dmesg)");
     }
     return object;
 }
@@ -92,10 +92,10 @@ RegisteredMemory QueuePair::register_memory(void* address, std::size_t num_bytes
         const bool is_limit = error_number == ENOMEM || error_number == EPERM;
         throw RdmaError(
             std::to_string(num_bytes) + " bytes of memory cannot be registered for RDMA: " +
-                error_text(error_number) + ", the limit of locked memory is " +
+                error_text(error_number) + "; the limit of locked memory is " +
                 locked_memory_limit(),
             is_limit ? "raise it: `ulimit -l unlimited`, for containers --ulimit memlock=-1, or "
-                       "take fewer or smaller slots"
+                       "use fewer or smaller micro-batches"
                      : "see the kernel's log (dmesg)");
     }
     return RegisteredMemory(region, Destroy(library_.dereg_mr));
@@ -105,8 +105,8 @@ void QueuePair::modify(verbs::QpAttr& attr, int mask, const std::string& to_what
     const int error_number = library_.modify_qp(queue_pair_.get(), &attr, mask);
     if (error_number != 0) {
         throw RdmaError(text() + " cannot be " + to_what + ": " + error_text(error_number),
-                        "see that both ends are in one network with one MTU, or choose the GID by "
-                        "MEGATRON_EXT_IB_GID_INDEX");
+                        "make sure that both ends are on one network with the same MTU, or choose "
+                        "the GID with MEGATRON_EXT_IB_GID_INDEX");
     }
 }
 
@@ -282,9 +282,9 @@ void QueuePair::throw_failed(const verbs::WorkCompletion& completion,
     std::snprintf(vendor_error, sizeof(vendor_error), "0x%x", completion.vendor_error);
     std::string remedy;
     if (completion.status == verbs::kRetryExceeded) {
-        remedy = "the process at the other end, its host or the network between is gone";
+        remedy = "the process at the other end, its host or the network between them is gone";
     } else if (completion.status == verbs::kRnrRetryExceeded) {
-        remedy = "that is a mistake in megatron_ext, please report it";
+        remedy = "this is a bug in megatron_ext, please report it";
     }
     throw RdmaError(what + " failed: " + library_.wc_status_str(completion.status) + " (status " +
                         std::to_string(completion.status) + ", vendor error " + vendor_error +

@@ -10,8 +10,9 @@
 namespace megatron_ext {
 
 /// The control connection of two processes, a unix socket (SOCK_SEQPACKET) for close and abort
-/// notices. If it ends without a notice, the peer has died. A pidfd, where available, detects the
-/// end of the process too, because children of the peer may hold the socket open. Not synchronised.
+/// notices. If it ends without a notice, the peer has died. A pidfd, where available, also detects
+/// that the process has exited, because children of the peer may hold the socket open. Not
+/// synchronised.
 class Control {
   public:
     explicit Control(UniqueFd socket);
@@ -23,7 +24,7 @@ class Control {
 
     PeerState state() const noexcept { return state_; }
 
-    /// Why the peer aborted; empty otherwise.
+    /// Returns why the peer aborted; empty if it did not.
     const std::string& reason() const noexcept { return reason_; }
 
     /// Notifies the peer, if it is still there and its socket has room.

@@ -114,7 +114,7 @@ std::byte* TcpReceiver::place_of_body() {
         head_.magic == kRoomMagic || head_.magic == kClosedMagic || head_.magic == kAbortedMagic;
     if (!is_intact(head_)) {
         throw_damaged("the header after piece " + std::to_string(assembly_.next_sequence()) +
-                      " is not what was sent");
+                      " does not match its checksum");
     }
     if (!known || head_.piece_bytes > kMaxReasonBytes) {
         throw_damaged("a frame of an unknown kind");
@@ -127,7 +127,7 @@ std::optional<TcpReceiver::Outcome> TcpReceiver::finish_frame() {
     in_frame_ = false;
     if (head_.magic != kDescriptorMagic) {
         if (checksum(text_.data(), text_.size()) != head_.checksum) {
-            throw_damaged("why it gave up is not what was sent");
+            throw_damaged("the reason why it gave up does not match its checksum");
         }
         return Outcome::kControl;
     }

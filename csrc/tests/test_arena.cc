@@ -220,12 +220,12 @@ TEST(damage_is_an_error) {
         const Arena arena = Arena::attach(duplicate(link.inbox.fd()));
         Descriptor& piece = arena.descriptor(arena.order(0));
         piece.piece_bytes = 65;
-        CHECK_THROWS(link.inbox.next(), TransportError, "the header of piece 0 is not what was");
+        CHECK_THROWS(link.inbox.next(), TransportError, "the header of piece 0 does not match");
         seal(piece);
         CHECK_THROWS(link.inbox.next(), TransportError, "a piece of 65 bytes at 0 of 64");
         piece.sequence = 3;
         seal(piece);
-        CHECK_THROWS(link.inbox.next(), TransportError, "piece 3 stands where piece 0");
+        CHECK_THROWS(link.inbox.next(), TransportError, "piece 3 arrived where piece 0");
         arena.order(0) = 2;
         CHECK_THROWS(link.inbox.next(), TransportError, "slot 2 of 2");
     }

@@ -244,7 +244,7 @@ TEST(a_receiver_that_is_not_ready_is_our_mistake) {
     pair.left.send(1, 10);
     pair.left.outbox.push(pair.left);
     pair.left.channel.send();
-    CHECK_THROWS(pair.left.channel.receive(), RdmaError, "mistake in megatron_ext");
+    CHECK_THROWS(pair.left.channel.receive(), RdmaError, "this is a bug in megatron_ext");
 }
 
 TEST(a_write_that_is_not_taken_is_told) {
@@ -340,7 +340,7 @@ TEST(ends_of_different_sizes_refuse_each_other) {
     End left("rank 1");
     End right("rank 0", {2, 100});
     const auto errors = connect(left, right);
-    CHECK(errors.first.find("rank 1 has 2 slots of 100 bytes, this process 4") == 0);
+    CHECK(errors.first.find("rank 1 has 2 slots of 100 bytes, but this process has 4") == 0);
     CHECK(errors.second.find("give all ranks the same flags") != std::string::npos);
 }
 

@@ -120,7 +120,7 @@ TEST(foreign_and_damaged_files_are_refused) {
     constexpr off_t kFileBytes = kHeaderBytes + 100;
     CHECK_EQ(Segment::attach(forge(kFileBytes, 12, 4096)).size_bytes(), 100U);  // unchanged: good
     const auto attach = [](UniqueFd fd) { return Segment::attach(std::move(fd)); };
-    CHECK_THROWS(attach(forge(kFileBytes, 0, 1)), TransportError, "does not begin like");
+    CHECK_THROWS(attach(forge(kFileBytes, 0, 1)), TransportError, "lacks the header");
     CHECK_THROWS(attach(forge(kFileBytes, 8, 99)), TransportError, "layout version 99");
     CHECK_THROWS(attach(forge(kFileBytes, 12, 64)), TransportError, "layout version");
     CHECK_THROWS(attach(forge(kFileBytes, 16, 101)), TransportError, "says 101 bytes");

@@ -194,10 +194,10 @@ TEST(what_is_no_frame_ends_the_endpoint) {
         CHECK_THROWS(send(half.endpoint, 1, 7, 1), TransportError, text);
     };
     Descriptor unknown{};
-    refused(unknown, "rank 1 are damaged: the header after piece 0 is not what was sent");
+    refused(unknown, "rank 1 are damaged: the header after piece 0 does not match its checksum");
     seal(unknown);
     refused(unknown, "rank 1 are damaged: a frame of an unknown kind");
-    refused(piece_of(3, 10, 0, 10), "piece 3 stands where piece 0");
+    refused(piece_of(3, 10, 0, 10), "piece 3 arrived where piece 0");
     refused(piece_of(0, kFirstRoom, 0, kTcpPieceBytes + 1), "a piece of 524289 bytes");
     refused(piece_of(0, 10, 5, 5), "does not continue");
     refused(piece_of(0, 10, 0, 0), "a piece of 0 bytes at 0 of 10 does not continue");
@@ -209,10 +209,10 @@ TEST(what_is_no_frame_ends_the_endpoint) {
     refused(reason, "unknown kind");
     reason.piece_bytes = 0;  // with a checksum that does not match the empty text
     seal(reason);
-    refused(reason, "why it gave up is not what was sent");
+    refused(reason, "why it gave up does not match its checksum");
     Descriptor damaged = piece_of(0, 10, 0, 10);
     damaged.tag ^= 1;
-    refused(damaged, "the header of piece 0 is not what was sent");
+    refused(damaged, "the header of piece 0 does not match its checksum");
 }
 
 TEST(the_thread_that_writes_lets_no_owner_go) {

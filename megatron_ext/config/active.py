@@ -257,8 +257,8 @@ def _check_waiting(table: Schedule, config: PipelineConfig) -> None:
     # W run where the table places them.
     if table.pairs and not table.splits_backward:
         raise ScheduleError(
-            f"{setting}: {table.label} does not split backwards, so no weight gradient can wait; "
-            "use --pipeline-schedule zb-h1, or leave --pipeline-waiting-weights out"
+            f"{setting}: {table.label} does not split backward passes, so no weight gradient can "
+            "wait; use --pipeline-schedule zb-h1, or leave --pipeline-waiting-weights out"
         )
 
 
@@ -531,7 +531,7 @@ def seed_of(*key: int | str) -> int:
     in_force = active()
     if in_force is None or in_force.seed is None:
         raise ScheduleError(
-            "random numbers by micro-batch need a seed; give --microbatch-rng"
+            "random numbers by micro-batch need a seed; add --microbatch-rng"
         )
     # Don't use `hash()`: Python randomizes string hashes per process, so each rank would get a
     # different seed.

@@ -152,7 +152,7 @@ def _room_for_waiting(
         ScheduleError: The schedule excludes waiting W, or has no forecast.
     """
     if not config.pairs:
-        raise ArgumentsError("no forward and backward run as a pair")
+        raise ArgumentsError("no actions run as pairs")
     for rule in RULES.get("waiting_weights", ()):
         if rule.refuses(args):
             raise ArgumentsError(f"with {rule.flag} {rule.reason}")
@@ -160,7 +160,7 @@ def _room_for_waiting(
     if config.schedule.startswith(CSV_PREFIX):
         raise ScheduleError(f"the planner has no forecast for {config.schedule}")
     if device is None:
-        raise ArgumentsError("the memory of the devices is not known here")
+        raise ArgumentsError("the memory of the job's devices is unknown")
     # `question_of` describes a job for any schedule, so remove this schedule's settings.
     undecided = replace(
         config, schedule=AUTO, chunks=None, options={}, waiting_weights=0
@@ -169,7 +169,7 @@ def _room_for_waiting(
     if isinstance(judge, choice.ByForecast):
         return judge.waiting_weights(config.schedule, config.chunks)
     assert isinstance(judge, choice.ByTable)
-    raise ArgumentsError(f"there is no forecast of memory ({judge.reason})")
+    raise ArgumentsError(f"memory cannot be forecast ({judge.reason})")
 
 
 def memory_here() -> DeviceKind | None:

@@ -67,7 +67,7 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
     micro_batch = sizes.micro_batch_size
     if not micro_batch:
         raise ArgumentsError(
-            "--micro-batch-size is missing: give it a value of at least 1"
+            "--micro-batch-size is missing; give it a value of at least 1"
         )
     # Samples in one micro-batch on every replica.
     step = micro_batch * replicas

@@ -149,10 +149,13 @@ class UserCut:
             # Megatron's validation, which runs later, uses this value if --num-layers is missing.
             count = self.sizes.encoder_num_layers
         if not count:
-            missing = "--num-layers is missing"
             if self.pattern is not None:
-                missing = f"{PATTERN} has no layers"
-            raise ArgumentsError(f"{missing}: give it a value of at least 1")
+                raise ArgumentsError(
+                    f"{PATTERN} has no layers; write a letter for each layer, such as M*M-"
+                )
+            raise ArgumentsError(
+                "--num-layers is missing; give it a value of at least 1"
+            )
         return count
 
     @property

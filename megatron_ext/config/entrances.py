@@ -192,8 +192,8 @@ def _what_runs(args: Namespace, in_force: Active) -> Iterator[str]:
     num_between = pipeline.placement.num_stages - 2
     if num_between > 0 and _reads_mask(args):
         yield (
-            "--reset-attention-mask: Megatron passes the mask only to the first and last stage, so "
-            f"the layers of the {num_between} stages between them attend across documents"
+            "--reset-attention-mask: Megatron passes the mask only to the first and last stages, "
+            f"so the layers of the {num_between} stages between them attend across documents"
         )
 
 
@@ -240,11 +240,11 @@ def running(pipeline: Pipeline) -> str:
             )
     waiting = ""
     if config.num_waiting and not any(schedule.pairs):
-        waiting = "; no W waits for idle time, because with so few micro-batches there are no pairs"
+        waiting = "; so few micro-batches form no pairs, so no W waits for idle time"
     elif config.num_waiting:
         waiting = (
-            f"; up to {config.num_waiting} more W of a rank wait for idle time, at most until "
-            "their place in the simulated table"
+            f"; each rank lets up to {config.num_waiting} more W wait for idle time, at most "
+            "until their place in the simulated table"
         )
     return (
         f"pipeline schedule: {schedule.label} on {pipeline.pp} ranks{hosted}, "
@@ -259,7 +259,7 @@ def _wires_in_words(transport: str) -> str:
     """Return the name of the transport, for the log."""
     # `auto` is resolved for each pair of ranks when they connect.
     if transport == "auto":
-        return "the fastest wire of each pair of ranks (auto)"
+        return "the fastest wire for each pair of ranks (auto)"
     return transport
 
 
@@ -281,7 +281,7 @@ def order_in_words(pipeline: Pipeline) -> str:
             bound += f", {pipeline.config.stash_ratio:g} between I and W"
     else:
         bound = f"no bound on activations, up to {schedule.num_microbatches}"
-    split = "" if pipeline.splits else ", backwards whole"
+    split = "" if pipeline.splits else ", whole backward passes"
     return f"dynamic order by {pipeline.dynamic.policy}, {bound}{split}"
 
 

@@ -102,8 +102,8 @@ _HELP = f"""
     (default: auto).
 --pipeline-checksum checksums
     Checksum the bytes of each message over --pipeline-transport auto, shm, tcp or rdma, so that
-    faulty memory or a faulty network ends the job instead of changing its results. This costs about
-    one copy at the sender and one at the receiver. Descriptors of messages always have a checksum.
+    faulty memory or a faulty network stops the job instead of changing its results. This costs
+    about one copy at the sender and one at the receiver. Message headers always have a checksum.
 --pipeline-costs costs F,I,W[,LATENCY[,LAUNCH]]
     Durations, in any consistent unit, of forward, input gradient and weight gradient on 1/pp of the
     model, of a message, and of launching an action on a device. The schedule is generated and
@@ -122,11 +122,12 @@ _HELP = f"""
     step. auto: the T that `megatron-ext plan` finds for such lengths if its flags include --lengths
     FILE and --slice-tokens auto (default: whole micro-batches).
 --pipeline-waiting-weights waiting_weights N
-    With --overlap-moe-expert-parallel-comm and a schedule that splits backwards: postpone up to N
-    weight gradients on each rank, each for one stage and micro-batch, and run them while the rank
-    waits for tokens. This helps if experts get unequal numbers of tokens. Each postponed weight
-    gradient keeps its operands in memory. auto: as many as fit into the memory that the planner's
-    forecast leaves free, at most 8 (default: 0, weight gradients run where the table places them).
+    With --overlap-moe-expert-parallel-comm and a schedule that splits backward passes: postpone up
+    to N weight gradients on each rank, each for one stage and micro-batch, and run them while the
+    rank waits for tokens. This helps if experts get unequal numbers of tokens. Each postponed
+    weight gradient keeps its operands in memory. auto: as many as fit into the memory that the
+    planner's forecast leaves free, at most 8 (default: 0, weight gradients run where the table
+    places them).
 --pipeline-balance balance
     For data of variable or packed lengths. order: the lengths of the micro-batches determine the
     order in which they enter the pipeline. pack: in addition, distribute the micro-batches over all
@@ -159,8 +160,8 @@ _HELP = f"""
     With {FLAG}: one forward process replaces all tensor-parallel ranks of its stage, so a replica
     has (TP + 1) x PP processes.
 --fbd-activations disaggregation.activations
-    With {FLAG}. recompute: backward ranks run the forward again. ship: forward ranks send the input
-    of each layer to backward ranks, which needs full uniform recomputation (default:
+    With {FLAG}. recompute: backward ranks repeat the forward pass. ship: forward ranks send the
+    input of each layer to backward ranks, which needs full uniform recomputation (default:
     {Disaggregation.activations}).
 --trace tracing
     Record a timeline of each rank in benchmark/<run>/; see `megatron-ext aggregate` and
@@ -173,7 +174,7 @@ _HELP = f"""
 --trace-dir tracing.directory DIR
     With --trace: output folder of this run (default: in benchmark/, named after the run's sizes).
 --hang-timeout hang_timeout_s SECONDS
-    End the job when a training step makes no progress for this long, and name the rank that the
+    Stop the job if a training step makes no progress for this long, and name the rank that the
     other ranks wait for (default: the time-out of the process groups applies).
 {_IGNORED}
 """
@@ -382,8 +383,8 @@ def parse_words(words: Sequence[str], source: str) -> Namespace:
         return parser.parse_args(list(words))
     except ArgumentsError as error:
         raise ArgumentsError(
-            f"{source} is {' '.join(words)!r}: {error}; it takes only flags of megatron_ext, such "
-            "as --pipeline-schedule zb-v --pipeline-transport shm"
+            f"{source} is {' '.join(words)!r}: {error}; it may contain only flags of megatron_ext, "
+            "such as --pipeline-schedule zb-v --pipeline-transport shm"
         ) from None
 
 

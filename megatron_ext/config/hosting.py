@@ -435,8 +435,8 @@ def _add_pipeline(
                 batches = batches_of(args, pp, config.twins)
         else:
             answer.notices.append(
-                "the number of micro-batches is not checked: there is no --micro-batch-size or no "
-                "--global-batch-size"
+                "the number of micro-batches is not checked, because --micro-batch-size or "
+                "--global-batch-size is missing"
             )
         # Without a batch, use a number that fills the pipeline: placement, splits and pairs do not
         # depend on it.
@@ -539,7 +539,7 @@ def _make_tables(
                 f"{batch}: Megatron's interleaved schedule sends micro-batches in groups of pp = "
                 f"{pp}, so their number must be a multiple of {pp}; use "
                 f"--global-batch-size={' or '.join(fitting)}, or "
-                "--pipeline-schedule=interleaved, which takes any number"
+                "--pipeline-schedule=interleaved, which accepts any number"
             )
         try:
             pipeline.schedule(count)
@@ -576,7 +576,7 @@ def _add_stages(
                 answer.changes.append(reworded(change, flags.in_flags))
         elif answer.pipeline is not None:
             answer.notices.append(
-                "the cut into stages is not checked: there is no --num-layers"
+                "the cut into stages is not checked, because --num-layers is missing"
             )
 
 

@@ -56,10 +56,10 @@ _TEXTS = {
             they gather and free weights in the order of Megatron's own schedules; use
             --use-distributed-optimizer instead
         {_ENCODER_DECODER}
-            Megatron has no pipeline for them either; leave SUBJECT and
-            --pipeline-model-parallel-size out
+            Megatron cannot pipeline them either; leave SUBJECT and --pipeline-model-parallel-size
+            out
         use_legacy_models
-            legacy models are built without the number of their stage
+            Megatron builds legacy models without passing them their stage
         ckpt_format=torch_dcp,fsdp_dtensor
             Megatron supports them only with FSDP; use --ckpt-format=torch_dist
         --tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards above the
@@ -69,8 +69,8 @@ _TEXTS = {
             Megatron's own schedule
         --moe-flex-dispatcher-backend=ncclep before 0.20: moe_flex_dispatcher_backend=ncclep &
         moe_token_dispatcher_type=flex & num_experts & !moe_dispatch_fwd_dtype
-            it needs --moe-expert-rank-capacity-factor in these releases, and only under its own
-            schedules does Megatron repeat a step that exceeds it; use
+            in these releases it needs --moe-expert-rank-capacity-factor, and Megatron repeats a
+            step that exceeds this factor only under its own schedules; use
             --moe-flex-dispatcher-backend=deepep""",
     # Settings that our schedules replace or ignore. They are dropped when flags are read, and
     # rejected when a program has already built its configuration.
@@ -79,14 +79,14 @@ _TEXTS = {
             CUDA graphs are recorded in the order of Megatron's own schedules, so each kernel is
             launched individually
         rl_persist_cuda_graphs | rl_training_cuda_graphs
-            there are no CUDA graphs
+            kernels are launched individually, without CUDA graphs
         moe_paged_stash | moe_expert_rank_capacity_factor
-            activations are stashed in the order of Megatron's own schedules, so experts allocate
-            memory for all their tokens, and no step is repeated for lack of memory
+            Megatron stashes activations in the order of its own schedules, so experts allocate
+            memory for all their tokens instead, and no step has to be repeated for lack of memory
         delay_wgrad_compute
-            the table places weight gradients
+            the table determines when weight gradients run
         defer_embedding_wgrad_compute
-            the table places weight gradients, including those of the output layer""",
+            the table determines when weight gradients run, including those of the output layer""",
     # Settings that split backward passes replace.
     "dropped_by_split": """
         overlap_dispatch_backward_with_experts_wgrad
@@ -109,17 +109,17 @@ _TEXTS = {
     # Settings without effect if each rank has one stage.
     "dropped_by_line": """
         overlap_param_gather_with_optimizer_step
-            it gathers the first of several chunks during the optimizer step of the other chunks,
-            but each rank has one chunk
+            it gathers the parameters of the first chunk during the optimizer step for the other
+            chunks, but each rank has only one chunk
         overlap_p2p_comm_warmup_flush
-            it is for the messages of virtual stages, but each rank has one stage""",
+            it applies to messages between virtual stages, but each rank has only one stage""",
     # Settings that disaggregation replaces or ignores.
     # fp4_param is the name of --fp4-param-gather in 0.16.
     "dropped_by_roles": """
         overlap_moe_expert_parallel_comm
-            forwards and backwards run on different ranks
+            forward and backward passes run on different ranks
         ep_overlap_early_attn_memory_release
-            there are no pairs
+            it applies only to pairs, and forward and backward ranks run none
         --fp8-param-gather or --fp4-param-gather: fp8_param_gather | fp4_param_gather | fp4_param |
         reuse_grad_buf_for_mxfp8_param_ag
             forward ranks receive new weights in the precision of the model, and cast them; leave it
@@ -135,8 +135,8 @@ _TEXTS = {
     "chunks": """
         --multiple-validation-sets, or --full-validation without --sft: full_validation |
         multiple_validation_sets & multiple_validation_sets | !sft
-            Megatron treats the chunks of a rank as sets; use --pipeline-schedule=zb-h1 or 1f1b, or
-            leave them out
+            Megatron treats the chunks of a rank as validation sets; use --pipeline-schedule=zb-h1
+            or 1f1b, or leave them out
         perform_rl_step
             Megatron's RL supports one chunk on each rank; use --pipeline-schedule=zb-h1 or 1f1b
         moe_routing_trace_path | save_tokens_per_expert_interval
@@ -165,13 +165,13 @@ _TEXTS = {
             --recompute-granularity=selective instead
         fp8_recipe=delayed & fp8
             scales depend on the earlier micro-batches, whose order changes, and recomputed layers
-            find the scales of their forward by that order; use --fp8-recipe=tensorwise
+            look up the scales of their forward pass by that order; use --fp8-recipe=tensorwise
         moe_router_load_balancing_type=global_aux_loss
             it counts the tokens of earlier micro-batches over all replicas, which run them in
             different orders; use --moe-router-load-balancing-type=aux_loss or seq_aux_loss
         moe_enable_routing_replay & recompute_granularity
-            recomputed routers replay their forwards in the order of a table; leave one of them
-            out""",
+            recomputed routers replay their forward passes in the order of a table; leave one of
+            them out""",
     # For ranks that choose the order of their actions and receive activations from their twin.
     "crossed": """
         --overlap-param-gather with --bitpipe-routing=twin: overlap_param_gather
@@ -191,13 +191,13 @@ _TEXTS = {
     # both roles would mistake it for an evaluation.
     "roles": """
         fine_grained_activation_offloading
-            backwards of the same rank fetch the activations from the host; use
+            only backward passes on the same rank fetch the activations from the host; use
             --recompute-granularity=selective instead
         fp8_recipe=delayed & fp8
             forward ranks run without gradients, and then Transformer Engine does not update the
             scales; use --fp8-recipe=tensorwise
         hybrid_context_parallel | dynamic_context_parallel
-            Megatron has its own schedule for it; leave one of them out
+            Megatron runs its own schedule for it; leave one of them out
         freeze_all_layers
             backward ranks have nothing to do; leave one of them out
         perform_rl_step
@@ -224,7 +224,7 @@ _TEXTS = {
         use_mp_args_from_checkpoint_args
             the parallel sizes on the command line determine the roles
         rerun_mode=report_stats
-            it reruns each step, and forward ranks do not
+            it reruns each step, but forward ranks run each step once
         error_injection_rate
             injected errors are found by rerunning steps, which forward ranks do not do
         full_validation | multiple_validation_sets
@@ -239,23 +239,24 @@ _TEXTS = {
             layers with gradients and recomputed layers order experts differently, and forward ranks
             can follow only one of the orders; use --recompute-method=uniform
         fbd_activations=ship & fp8 | fp4 | distribute_saved_activations
-            these recompute layers in another way; use --fbd-activations=recompute
+            with these settings, Megatron recomputes layers in another way; use
+            --fbd-activations=recompute
         --ignore-forward-tensor-parallel and dropout: ignore_forward_tensor_parallel &
         hidden_dropout | attention_dropout
-            one process draws other masks than the shards of a stage do; add --hidden-dropout=0
-            --attention-dropout=0, or leave it out""",
+            the merged process draws different masks than the shards of a stage; add
+            --hidden-dropout=0 --attention-dropout=0, or leave it out""",
     # For our transports under Megatron's own schedules.
     "transport": f"""
         use_ring_exchange_p2p
             it replaces the transport too; leave one of them out
         {_ENCODER_DECODER}
-            Megatron has no pipeline for them either; leave SUBJECT and
-            --pipeline-model-parallel-size out
+            Megatron cannot pipeline them either; leave SUBJECT and --pipeline-model-parallel-size
+            out
         microbatch_group_size_per_vp_stage
             messages are identified by Megatron's default order
         CUDA graphs of a whole step (--cuda-graph-impl or --cuda-graph-scope=full_iteration):
         cuda_graph_impl=full_iteration | {_WHOLE_STEP}
-            a graph cannot record transfers that the host makes; leave them out, or use
+            a CUDA graph cannot record transfers that the host performs; leave them out, or use
             --pipeline-transport=torch""",
 }
 
@@ -516,21 +517,22 @@ def suit_layers(
             answer.notices.append(f"{subject}: {notice}")
         if getattr(args, "tp_comm_overlap", False) and args.transformer_impl != "local":
             answer.notices.append(
-                f"{subject}: --tp-comm-overlap hides no reduce-scatter behind weight gradients, "
-                "which run later, and the gathered operands of weight gradients are copied"
+                f"{subject}: --tp-comm-overlap cannot hide the reduce-scatter behind weight "
+                "gradients, which run later, and the gathered operands of weight gradients are "
+                "copied"
             )
         return
     # A dynamic order can leave backward passes whole if its table does not split them itself.
     unsplit = replace(pipeline, splits=False)
     if pipeline.dynamic is not None and not unsplit.full.splits_backward:
         answer.pipeline = unsplit
-        answer.notices.append(f"--use-dpp leaves backwards whole: {reason}")
+        answer.notices.append(f"--use-dpp does not split backward passes: {reason}")
         return
     alternative = "1f1b or interleaved"
     if pipeline.name == "bitpipe":
         alternative = "--bitpipe-order=paper"
     raise ArgumentsError(
-        f"--pipeline-schedule={pipeline.name} splits backwards, but {reason}; or use "
+        f"--pipeline-schedule={pipeline.name} splits backward passes, but {reason}; or use "
         f"{alternative}, which does not split them"
     )
 
@@ -568,8 +570,8 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
     elif overlaps not in (None, config.pairs):
         # The table and the layers that Megatron builds must agree on whether there are pairs.
         raise ArgumentsError(
-            f"schedule {pipeline.name} has pairs={config.pairs}, but the model "
-            f"overlap_moe_expert_parallel_comm={overlaps}; give both the same value"
+            f"schedule {pipeline.name} has pairs={config.pairs}, but the model has "
+            f"overlap_moe_expert_parallel_comm={overlaps}; set both to the same value"
         )
     else:
         # Flags would drop these settings, but a program has already built its model with them.
@@ -609,7 +611,7 @@ def why_not_split(config: Any) -> str | None:
     These checks apply in addition to `RULES`.
     """
     if config.enable_autocast:
-        return "the backward cannot be split under torch's autocast; use --bf16 or --fp16 instead"
+        return "torch's autocast excludes split backward passes; use --bf16 or --fp16 instead"
     return why_te_cannot_split(config)
 
 

@@ -343,18 +343,22 @@ def _mistake_of_slices(c: PipelineConfig) -> str | None:
         )
     if c.slices == 1:
         return None
-    # field -> whether it is set
-    excluded = {
-        "disaggregation": c.disaggregation is not None,
-        "pairs": c.pairs,
+    unsliced = {"disaggregation": c.disaggregation is not None, "pairs": c.pairs}
+    for field_name, is_set in unsliced.items():
+        if is_set:
+            return (
+                f"{{slices:{{c.slices}}}} cannot run with {{{field_name}}}: its tables have no "
+                "slices; leave one of them out"
+            )
+    of_unequal_lengths = {
         "balance": c.balance != "off",
         "variable_seq_lengths": c.variable_seq_lengths,
     }
-    for field_name, is_set in excluded.items():
+    for field_name, is_set in of_unequal_lengths.items():
         if is_set:
             return (
-                f"{{slices:{{c.slices}}}} cannot run with {{{field_name}}} yet; leave one of them "
-                "out"
+                f"{{slices:{{c.slices}}}} cannot run with {{{field_name}}}: it cuts all "
+                "micro-batches alike; use {slice_tokens:4096} instead, or leave one of them out"
             )
     if c.runs_no_table:
         return (
@@ -437,8 +441,8 @@ def _mistake_of_roles(c: PipelineConfig) -> str | None:
         )
     if c.pairs:
         return (
-            "{disaggregation} cannot run with {pairs}: forwards and backwards run on different "
-            "ranks; leave one of them out"
+            "{disaggregation} cannot run with {pairs}: forward and backward passes run on "
+            "different ranks; leave one of them out"
         )
     if c.balance != "off":
         return (

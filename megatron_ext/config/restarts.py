@@ -54,7 +54,7 @@ def check_restart(answer: Preflight, args: Namespace, *, in_job: bool) -> None:
         refusal = Refusal(
             "inprocess_restart",
             "--inprocess-restart: Megatron restarts with NVIDIA's nvidia-resiliency-ext, which is "
-            "not installed, so the job would end with the first lost rank",
+            "not installed, so the first lost rank would end the job",
             "pip install 'megatron-ext[resilience]', or leave it out",
         )
         answer.refusals.append(refusal)

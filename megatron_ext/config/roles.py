@@ -362,7 +362,7 @@ def roles_in_words(args: Namespace, job: Job, count: int) -> str:
     return (
         f"pipeline schedule: {timeline.schedule.label} on {job.ranks.num_ranks} processes: "
         f"{num_forward} forward and {num_backward} backward ranks, {replicas} replica(s), {count} "
-        f"micro-batches: makespan {timeline.makespan / 2:g} forwards of one stage, bubble "
+        f"micro-batches: makespan {timeline.makespan / 2:g} forward passes of one stage, bubble "
         f"{100 * timeline.bubble_ratio:.1f} %"
     )
 

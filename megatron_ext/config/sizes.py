@@ -120,7 +120,7 @@ class _Rule:
 def _rule_of(name: str, annotation: str) -> _Rule:
     # Annotations are strings, because this file postpones their evaluation.
     if annotation.startswith("str"):
-        return _Rule("text in Megatron's notation", "such as Et|t|t|tL", str)
+        return _Rule("text in Megatron's notation", "write it like Et|t|t|tL", str)
     if annotation.startswith("bool"):
         return _Rule("True or False", "use one of them", bool)
     if name in _AT_LEAST_ONE:

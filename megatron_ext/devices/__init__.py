@@ -87,8 +87,8 @@ def select(name: str) -> Device:
     reason = device.missing()
     if reason is not None:
         raise DeviceError(
-            f"device backend {name} cannot run here: {reason}. Or choose another with {_FLAG} or "
-            f"{_VARIABLE} ({', '.join(CHOICES)})"
+            f"device backend {name} cannot run here: {reason}, or choose another backend with "
+            f"{_FLAG} or {_VARIABLE} ({', '.join(CHOICES)})"
         )
     return device
 
@@ -164,8 +164,8 @@ def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
     device = current()
     if chosen not in {"auto", device.name}:
         raise ArgumentsError(
-            f"--device-backend {chosen} came after the {device.name} backend was armed "
-            "(Megatron was imported before the arguments were known); set "
+            f"--device-backend {chosen} was parsed after the {device.name} backend had been "
+            "selected (Megatron was imported before the arguments were known); set "
             f"MEGATRON_EXT_DEVICE={chosen} too"
         )
     corrections: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
         # collective backend.
         if dest == "distributed_backend":
             _LOG.warning(
-                "--distributed-backend %s: %s is used, %s",
+                "--distributed-backend %s: %s is used instead, because %s",
                 requested_value,
                 needed,
                 reason,
@@ -187,7 +187,7 @@ def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
             continue
         flag = f"--{dest.replace('_', '-')}"
         errors.append(
-            f"{flag} is {requested_value!r}, {device.name} needs {needed!r}: {reason}"
+            f"{flag} is {requested_value!r}, but {device.name} needs {needed!r}: {reason}"
         )
     errors.extend(device.argument_errors(args))
     if errors:

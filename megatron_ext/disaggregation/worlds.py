@@ -149,7 +149,7 @@ def _end_with_other_role(store: Store) -> None:
         return
     name, code = json.loads(store.get(_ENDED))
     _LOG.warning(
-        "%s ended the training with exit code %d; forward ranks exit too",
+        "%s stopped the training with exit code %d; forward ranks exit too",
         name,
         code,
     )

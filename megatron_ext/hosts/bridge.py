@@ -361,27 +361,28 @@ def _refuse_decentralized(container: Any) -> None:
     in_force = active.required()
     pipeline = in_force.pipeline
     # Name the first feature that uses these groups.
-    remedy = "set it to False"
+    remedy = "set dist.use_decentralized_pg=False"
     if in_force.config.tracing is not None:
-        reason = "tracing places its ranks"
+        feature = "tracing"
     elif pipeline is None:
         return
     elif pipeline.config.twins == 2:
-        reason = f"schedule {pipeline.name} finds its mirrored ranks"
-        remedy += ", or take zb-h1"
+        feature = f"schedule {pipeline.name}, which mirrors two pipelines,"
+        remedy += ", or use schedule zb-h1"
     elif pipeline.is_folded:
-        reason = f"schedule {pipeline.name} has a layout, and Megatron finds the layers of a layout"
-        remedy += ", or take zb-h1"
+        feature = f"schedule {pipeline.name}, which sets a layout,"
+        remedy += ", or use schedule zb-h1"
     elif pipeline.config.draws_by_microbatch:
-        reason = "dynamic or microbatch_rng seeds random numbers"
+        feature = "a dynamic order or microbatch_rng"
     elif pipeline.config.cuts_sequences and getattr(
         container.model, "mtp_num_layers", None
     ):
-        reason = "slices of multi-token prediction sum their losses"
+        feature = "multi-token prediction in slices"
     else:
         return
     raise ArgumentsError(
-        f"{reason} in global groups, which dist.use_decentralized_pg does not create; {remedy}"
+        f"{feature} needs Megatron's global process groups, which dist.use_decentralized_pg does "
+        f"not create; {remedy}"
     )
 
 

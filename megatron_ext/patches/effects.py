@@ -56,9 +56,9 @@ def _missing(
     installed_version = releases.core_version() or "(none)"
     tested_version = releases.reference().version
     return EffectMissing(
-        f"{feature}: {effect}, but {observation}; the patch {patch_id} should ensure this (see "
-        f"`megatron-ext patches list`). Megatron {installed_version} is installed; leave {feature} "
-        "out, or use the version that it was tested with: pip install "
+        f"{feature}: expected that {effect}, but {observation}; the patch {patch_id} should ensure "
+        f"this (see `megatron-ext patches list`). Megatron {installed_version} is installed; leave "
+        f"{feature} out, or use the version that it was tested with: pip install "
         f"megatron-core=={tested_version}"
     )
 
@@ -124,7 +124,7 @@ def _check_frozen(chunks: list[Any]) -> None:
         raise _missing(
             "--forward-backward-disaggregating",
             "forward ranks keep no gradients",
-            f"{num_trained} weights of this one require some",
+            f"{num_trained} weights on this rank require gradients",
             "disaggregation.model",
         )
 

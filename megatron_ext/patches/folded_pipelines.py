@@ -318,7 +318,7 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     if kwargs.get("rank0") and active.active() is None:
         return loaded
     settings = args[1] if len(args) > 1 else kwargs["args"]
-    stages, megatrons = _stages(settings), "those of Megatron"
+    stages, megatrons = _stages(settings), "Megatron's own"
     num_saved_chunks = sum(
         re.fullmatch(r"model\d*", entry) is not None for entry in state
     )

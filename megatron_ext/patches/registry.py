@@ -189,8 +189,9 @@ class Registry:
         self._patched_modules |= late_modules
         if late_modules:
             _LOG.warning(
-                "%s imported before megatron_ext: %d copied names mended; copies in closures, "
-                "partials and default arguments cannot be mended. Put `import megatron_ext` first.",
+                "%s imported before megatron_ext: %d copied names were replaced, but copies in "
+                "closures, partials and default arguments cannot be; put `import megatron_ext` "
+                "first",
                 "1 module was"
                 if len(late_modules) == 1
                 else f"{len(late_modules)} modules were",

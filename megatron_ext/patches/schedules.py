@@ -284,14 +284,14 @@ def _check_packing(
 
     if pipeline.placement.rank_of[-1] != pipeline.placement.num_ranks - 1:
         raise ConfigurationError(
-            "{schedule:{c.schedule}} has its last stage on another rank than the last one, where "
+            "{schedule:{c.schedule}} does not place its last stage on the last rank, where "
             "Megatron's packing scheduler takes the labels; use 1f1b, gpipe, zb-h1 or interleaved",
             c=pipeline.config,
         )
     if pipeline.config.balance == "pack":
         raise ConfigurationError(
-            "{balance:pack} deals out samples that Megatron's packing scheduler has dealt out "
-            "already; use {balance:order}"
+            "{balance:pack} distributes samples that Megatron's packing scheduler has already "
+            "distributed; use {balance:order}"
         )
     return call(*args, **kwargs)
 

@@ -186,13 +186,13 @@ class Ranking:
     def sentence(self, accepted: Sequence[Candidate], refused: Sequence[str]) -> str:
         """Return a log line with the best candidates and the schedules excluded by flags."""
         best, *runners_up = accepted
-        line = f"--pipeline-schedule auto takes {best.flags}: {best.words}"
+        line = f"--pipeline-schedule auto chooses {best.flags}: {best.words}"
         if not best.fits:
-            line += ", which does not fit, and all others need more"
+            line += ", which does not fit, and all other schedules need more"
         if runners_up:
             second = runners_up[0]
             line += f"; next is {second.flags}: {second.words}, {second.reason(best)}"
-        line = f"{line}; {self.basis}"
+        line = f"{line}; compared {self.basis}"
         if refused:
             line += f"; these flags exclude {', '.join(dict.fromkeys(refused))}"
         return line
@@ -359,7 +359,7 @@ class ByForecast:
         table_costs = made_for or training.costs or UNIT
         plan = self._layout(schedule, chunks, counts, table_costs)
         memory_gib = memory = max(plan.memory_gib)
-        words = f"{plan.step_s:.3g} s a step, {memory_gib:.1f} GiB on the worst rank"
+        words = f"{plan.step_s:.3g} s per step, {memory_gib:.1f} GiB on the worst rank"
         if not self.has_memory:
             # If the device memory is unknown, candidates are compared by activations instead of
             # GiB.
@@ -424,7 +424,7 @@ class ByForecast:
 
         # Ask with one W, because `has_waiting_weights` is never set if none may wait.
         if not layout_with(1).has_waiting_weights:
-            raise ScheduleError(f"{schedule} has whole backwards")
+            raise ScheduleError(f"{schedule} does not split backward passes")
         return most_waiting(layout_with, self.limit(None))
 
     def basis(self) -> str:
@@ -493,7 +493,7 @@ class ByTable:
             step=step,
             memory=peak,
             weight_copies=get(schedule).twins,
-            words=f"{step:.3g} {self._unit()} a step, {peak:g} activations on the worst rank",
+            words=f"{step:.3g} {self._unit()} per step, {peak:g} activations on the worst rank",
         )
 
     def _costs(self, layers_by_stage: Sequence[int]) -> Costs:
@@ -515,7 +515,7 @@ class ByTable:
         if self.measured is not None:
             return "s"
         if self.training.costs is None:
-            return "forwards"
+            return "forward passes"
         return "times the unit of the costs"
 
     def limit(self, reference: Candidate | None) -> float:

@@ -75,8 +75,8 @@ class _ForkedCaller(Caller):
             # The pipe may break before the exit code is known.
             self._process.join()
             raise MegatronExtError(
-                f"a process of the search died (exit code {self._process.exitcode}); if memory ran "
-                "out, narrow the search, say with --fix pp=8"
+                f"a search process died (exit code {self._process.exitcode}); if memory ran out, "
+                "narrow the search, for example with --fix pp=8"
             ) from None
 
 

@@ -120,7 +120,7 @@ class DeviceKind:
         if precision != "nvfp4":
             return self.flops_8bit
         if not self.flops_4bit:
-            raise ArgumentsError(f"{self.name} has no products in 4 bits; use fp8")
+            raise ArgumentsError(f"{self.name} has no 4-bit matrix products; use fp8")
         return self.flops_4bit
 
     def product_rate(self, precision: Precision) -> float:
@@ -140,7 +140,7 @@ _SIMUMAX = (
 )
 _HALF = (
     "chosen, with 28 others, for the least error on half of the configurations of "
-    "Megatron-Bridge's performance summary; benchmarks/planner.py says which"
+    "Megatron-Bridge's performance summary; benchmarks/planner.py lists them"
 )
 _ESTIMATE = "as on B200; not measured on this device"
 _MAX_FILE_BYTES = 1 << 20
@@ -173,8 +173,8 @@ _COMMON |= dict.fromkeys(_FITTED, _HALF)
 _COMMON |= {
     "launch_s": _HALF + "; for Grace, too, which is slower than a Xeon, not faster "
     "(NVIDIA/TransformerEngine#2053)",
-    "attention_8bit": "FlashAttention-3 (2407.08608): forwards of up to 1.2 PFLOP/s in 8 bits, "
-    "0.74 in 16, on an H100; assumed of backwards and of other devices",
+    "attention_8bit": "FlashAttention-3 (2407.08608): forward passes at up to 1.2 PFLOP/s in 8 "
+    "bits and 0.74 in 16, on an H100; assumed for backward passes and for other devices",
     "tile_bytes": "assumed: two steps of a loop over 128 bytes",
     "memory_gib": "capacity that torch names when it is out of memory, within half a GiB",
     "reserve_gib": "reserved less allocated memory of SimuMax's B200 runs: 1.0 to 4.3 GiB, "
@@ -344,7 +344,7 @@ DEVICES = {
                 "Moore Threads' announcement of 1,000 TFLOP/s in 8 bits; bf16 half of it",
             )
             | {
-                "memory_gib": "80 GB less what other devices of that size do not show",
+                "memory_gib": "80 GB minus the part that other devices of that size do not report",
                 "memory_bytes": "Moore Threads' announcement",
                 "link_bytes": "MTLink 4: 784 GB/s in both directions",
                 "network_bytes": "one 400 Gb/s adapter for each device",

@@ -39,7 +39,7 @@ _UNKNOWN_FEATURES = {
     "experimental_attention_variant": "sparse or linear attention",
     "linear_attention_freq": "linear attention",
     "linear_attn_config": "linear attention",
-    "moe_num_experts": "experts of Ernie's kind",
+    "moe_num_experts": "Ernie's kind of experts",
     "enable_hyper_connections": "hyper-connections",
 }
 """Key or flag -> the feature that it requests, which the formulas do not model."""
@@ -64,8 +64,8 @@ def read_model(
     if source is None:
         if not flags:
             raise ArgumentsError(
-                "there is no model; use --model examples/llama3, --model config.json, or flags of "
-                "Megatron after --, such as -- --num-layers 32 --hidden-size 4096 ..."
+                "no model is given; use --model examples/llama3, --model config.json, or "
+                "Megatron's flags after --, such as -- --num-layers 32 --hidden-size 4096 ..."
             )
         return sizes_of_flags(flags, "flags")
     if (source / "model.env").is_file():
@@ -119,8 +119,8 @@ def _read_config(source: Path) -> tuple[str, list[str]]:
         if isinstance(error, KeyError):
             reason = f"it has no {error}"
         raise ArgumentsError(
-            f"--model {source} describes no sizes ({reason}); use a folder with model.env, such as "
-            "examples/llama3, a Hugging Face config.json, or Megatron's flags after --"
+            f"--model {source} does not describe a model ({reason}); use a folder with model.env, "
+            "such as examples/llama3, a Hugging Face config.json, or Megatron's flags after --"
         ) from error
     return str(config.get("_name_or_path") or path.parent.name or path.stem), flags
 
@@ -140,7 +140,7 @@ def _read_example(folder: Path, size: str | None) -> tuple[str, list[str]]:
         )
     except subprocess.TimeoutExpired as error:
         raise ArgumentsError(
-            f"{path} did not end within {_EXAMPLE_TIMEOUT_S} s; run it with bash"
+            f"{path} did not finish within {_EXAMPLE_TIMEOUT_S} s; run it with bash to see why"
         ) from error
     if shell.returncode == _UNKNOWN_SIZE_CODE:
         # The script has printed the example's sizes.
@@ -149,7 +149,7 @@ def _read_example(folder: Path, size: str | None) -> tuple[str, list[str]]:
         )
     if shell.returncode:
         raise ArgumentsError(
-            f"{path} cannot be read: {shell.stderr.strip()}; run it with bash"
+            f"{path} cannot be read: {shell.stderr.strip()}; run it with bash to see why"
         )
     name, *flags = shell.stdout.splitlines()
     return name, flags

@@ -83,7 +83,8 @@ def forward_backward(
     pipeline = active.pipeline()
     if pipeline is None:
         raise ScheduleError(
-            "this schedule ended with its configuration; call get_forward_backward_func again"
+            "the configuration of this schedule is no longer active; call "
+            "get_forward_backward_func again"
         )
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     iterators = _one_for_each(data_iterator, len(chunks))
@@ -251,10 +252,9 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
                 missing.append(f"`{name}`")
         if missing:
             raise ScheduleError(
-                f"{type(modules[-1]).__name__} lacks {', '.join(missing)}; Megatron's steps read "
-                "of each model chunk `config` (a TransformerConfig), `model_type` "
-                "(ModelType.encoder_or_decoder) and `set_input_tensor(tensors)`; "
-                "docs/your-model.md has an example"
+                f"{type(modules[-1]).__name__} lacks {', '.join(missing)}; Megatron's steps need "
+                "`config` (a TransformerConfig), `model_type` (ModelType.encoder_or_decoder) and "
+                "`set_input_tensor(tensors)` in each model chunk; docs/your-model.md has an example"
             )
 
 
@@ -287,13 +287,13 @@ def _check_layer_numbers(
             raise ScheduleError(
                 f"the model was built without the layout of {pipeline.name}, so its layers have "
                 f"the numbers of other stages, and {name} = {value} depends on them; build it from "
-                "TransformerConfig(**build.transformer, ...), with what configure returned"
+                "TransformerConfig(**build.transformer, ...), where build is configure's result"
             )
     if rank == 0:
         _LOG.warning(
             "the model was built without the layout of %s, so checkpoints name its layers "
             "differently from those of other schedules; build it from "
-            "TransformerConfig(**build.transformer, ...)",
+            "TransformerConfig(**build.transformer, ...), where build is configure's result",
             pipeline.name,
         )
 
@@ -318,8 +318,8 @@ def _refuse_torchs_wrappers(
                 # Compare names, because importing torch's FSDP takes a second.
                 if base.__name__ in wrappers and base.__module__.startswith("torch."):
                     raise ScheduleError(
-                        f"a model chunk holds torch's {base.__name__}, which reduces gradients by "
-                        f"hooks in the backward, but {table.label} computes weight "
+                        f"a model chunk holds torch's {base.__name__}, whose hooks reduce "
+                        f"gradients in the backward pass, but {table.label} computes weight "
                         "gradients later, or in another order on each replica; wrap chunks in "
-                        "Megatron's DistributedDataParallel, or take 1f1b without --use-dpp"
+                        "Megatron's DistributedDataParallel, or use 1f1b without --use-dpp"
                     )

@@ -214,7 +214,7 @@ class Executor:
                 inputs.append(self._handed.pop(transfer.message))
             else:
                 raise MegatronExtError(
-                    f"{exchange.action} cannot run before {transfer.message} was handed over"
+                    f"{exchange.action} cannot run before {transfer.message} is available"
                 )
         # Grant credits only after the receives: a credit lets a forward rank send a message into
         # the slots that the receives have freed.

@@ -46,8 +46,8 @@ def refusing_long_sequences(
         if tokens is not None and tokens.shape[-1] == 0:
             # Megatron's attention fails in a reshape that names neither data nor micro-batch.
             raise ScheduleError(
-                f"stage {stage}, micro-batch {microbatch} has no tokens, and Megatron's layers "
-                "need some; give it one token with loss_mask 0, or train with "
+                f"stage {stage}, micro-batch {microbatch} has no tokens, but Megatron's layers "
+                "need at least one; give it one token with loss_mask 0, or train with "
                 "--pipeline-slice-tokens, which pads such micro-batches in training steps"
             )
         if tokens is not None:
@@ -58,8 +58,8 @@ def refusing_long_sequences(
             longest = int(packed.cu_seqlens_q.diff().max())
         if longest > limit:
             raise ScheduleError(
-                f"stage {stage}, micro-batch {microbatch}: a sequence has {longest} tokens, the "
-                f"model has {limit} positions; shorten the sequences, or raise "
+                f"stage {stage}, micro-batch {microbatch}: a sequence has {longest} tokens, but "
+                f"the model has {limit} positions; shorten the sequences, or raise "
                 "--max-position-embeddings"
             )
 

@@ -296,8 +296,8 @@ class PolicyOrder(Order):
                 str(progress.row[index]) for index in self._running[0]
             )
             return (
-                f"{rank}: {running} of {label} did not end on its device "
-                f"for {self.timeout_s:g} s"
+                f"{rank}: {running} in {label} did not finish on its device "
+                f"within {self.timeout_s:g} s"
             )
         remaining = [
             action
@@ -308,7 +308,7 @@ class PolicyOrder(Order):
         needs = self.table.exchanges[self.table.positions[head]].inputs
         needed = f", which needs {needs[0].message}" if needs else ""
         return (
-            f"{rank} can run none of its {len(remaining)} remaining actions in {label}: nothing "
+            f"{rank} cannot run any of its {len(remaining)} remaining actions in {label}: nothing "
             f"arrived for {self.timeout_s:g} s; the first one in the table is {head}{needed}"
         )
 
@@ -435,9 +435,9 @@ class RunAhead:
                 took_s.exception(self._timeout_s - waited_s)
             except FutureTimeout:
                 raise TransportTimeout(
-                    f"{action} did not end on {self._device}: waited "
+                    f"{action} did not finish on {self._device}: waited "
                     f"{time.perf_counter() - begin_s:.1f} s of {self._timeout_s:g} s; it may wait "
-                    f"for a message of another rank"
+                    f"for a message from another rank"
                 ) from None
             self._note_end()
 

@@ -214,9 +214,9 @@ def check_same_table(
         ]
         if different:
             raise ScheduleError(
-                f"rank {dist.get_rank()} made another table for {table.schedule.label} than ranks "
-                f"{', '.join(map(str, different))}; give all ranks the same flags, the same "
-                "megatron_ext and the same number of micro-batches"
+                f"the table for {table.schedule.label} on rank {dist.get_rank()} differs from the "
+                f"tables on ranks {', '.join(map(str, different))}; give all ranks the same flags, "
+                "the same megatron_ext and the same number of micro-batches"
             )
 
 

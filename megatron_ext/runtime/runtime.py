@@ -519,9 +519,9 @@ class Runtime:
             and not dist.get_rank()
         ):
             _LOG.warning(
-                "%s splits backwards, but no layer of rank 0 left a weight gradient for W (patch "
-                "split_backward.linear): its linear layers are not Megatron's; --pipeline-schedule "
-                "1f1b is as fast",
+                "%s splits backward passes, but no layer on rank 0 left a weight gradient for W "
+                "(patch split_backward.linear): its linear layers are not Megatron's; "
+                "--pipeline-schedule 1f1b is as fast",
                 table.schedule.label,
             )
 
@@ -638,7 +638,7 @@ def log_statistics(*, of_all: bool = True) -> None:
                 f"activations of at most {activations:g} longest micro-batches of a step"
             )
             table_ms = 1000 * together.tables_s / together.steps
-            figures.append(f"{table_ms:.1f} ms a step for its table")
+            figures.append(f"{table_ms:.1f} ms per step to generate its table")
         # Use WARNING, because Python hides all lower levels if logging is not configured.
         _LOG.warning(
             "pipeline schedule: %s, order by %s, measured over %d steps%s: %s",

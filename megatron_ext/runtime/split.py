@@ -231,9 +231,9 @@ class SplitBackward:
             return reason or _OTHER_RANK
         if reason == _HAS_HOOK:
             raise ScheduleError(
-                f"{self._name(weight)} got a hook during a step, but with --sequence-parallel the "
-                "hooks must be known to its tensor-parallel ranks when the step begins; register "
-                "it between steps"
+                f"{self._name(weight)} got a hook during a step, but with --sequence-parallel, "
+                "tensor-parallel ranks must agree on the hooks when the step starts; register it "
+                "between steps"
             )
         if reason == _HAS_OTHER_USE:
             return None
@@ -454,9 +454,9 @@ class SplitBackward:
             return
         if self._key is None:
             raise ScheduleError(
-                f"a forward runs backward() through {self._name(weight)}, which leaves its weight "
-                "gradient for later; use torch.autograd.grad there, or a schedule that does not "
-                "split backwards, such as 1f1b"
+                f"a forward pass runs backward() through {self._name(weight)}, whose weight "
+                "gradient is postponed; use torch.autograd.grad there, or a schedule that does not "
+                "split backward passes, such as 1f1b"
             )
         waiting = self._waiting.get(self._key, {}).get(id(weight))
         if waiting is None:
@@ -481,7 +481,7 @@ class SplitBackward:
             for reason, weights in self._unlogged.items():
                 names = ", ".join(self._name(weight) for weight in weights)
                 _LOG.warning(
-                    "weight gradient computed in I, not left to W: %s, because %s",
+                    "weight gradient computed in I instead of W: %s, because %s",
                     names,
                     reason,
                 )

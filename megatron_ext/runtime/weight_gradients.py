@@ -61,8 +61,9 @@ class Unchanged:
         """
         if [operand._version for operand in operands] != self._versions:
             raise RuntimeError(
-                "an operand of a weight gradient was modified in place between the backward of its "
-                "layer and W; the layer cannot be split"
+                "an operand of a weight gradient was modified in place between the backward pass "
+                "of its layer and W; leave the operand unchanged, or use a schedule that does not "
+                "split backward passes, such as 1f1b"
             )
 
 

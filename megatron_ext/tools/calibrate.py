@@ -124,8 +124,8 @@ def _described(name: str, devices: str | None) -> DeviceKind:
         _, kind = parse_devices(devices)
     if kind is None or kind.name not in DEVICES:
         raise ArgumentsError(
-            f"{name} has no description; give the most similar device with --devices 1xKIND, one "
-            f"of {', '.join(DEVICES)}"
+            f"the planner has no description of {name}; give the most similar device with "
+            f"--devices 1xKIND, where KIND is one of {', '.join(DEVICES)}"
         )
     return kind
 

@@ -91,7 +91,8 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
         if slice_tokens is not None:
             print(
                 f"slices: train with --pipeline-slice-tokens {slice_tokens} --pipeline-balance "
-                "pack; peak: most activations, in longest micro-batches on 1/pp of the model"
+                "pack; peak: most activations, in units of the longest micro-batch on 1/pp of the "
+                "model"
             )
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)

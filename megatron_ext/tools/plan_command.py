@@ -105,13 +105,13 @@ def add_to_plan(subparsers: Any) -> None:
         "--global-batch-size",
         type=int,
         metavar="B",
-        help="number of sequences in a step",
+        help="number of sequences per step",
     )
     group.add_argument(
         "--seq-length",
         type=int,
         metavar="S",
-        help="tokens in a sequence (default: the model's sequence length)",
+        help="tokens per sequence (default: the model's sequence length)",
     )
     group.add_argument(
         "--fix",
@@ -150,7 +150,7 @@ def add_to_plan(subparsers: Any) -> None:
         "model_flags",
         nargs="*",
         metavar="-- FLAGS",
-        help="Megatron's flags of the model",
+        help="Megatron's flags for the model",
     )
     parser.add_argument(
         "--calibrate",
@@ -257,7 +257,7 @@ def _too_large(job: Question, result: SearchResult) -> SearchResult:
     """
     if not result.is_complete:
         raise ArgumentsError(
-            "interrupted before any layout was found to fit; let it run longer"
+            "interrupted before any layout was found to fit; let the search run longer"
         )
     # If the sizes are not fixed, the search has already tried every layout.
     if not job.fixed.keys() >= {"tp", "pp", "micro_batch"}:
@@ -444,7 +444,7 @@ def _show_progress(result: SearchResult, num_left: int) -> None:
     if result.plans:
         best = f"best {result.plans[0].step_s:.3f} s"
     line = (
-        f"{result.num_evaluated} layouts, {num_left} sizes left, {best}; Ctrl-C ends it"
+        f"{result.num_evaluated} layouts, {num_left} sizes left, {best}; Ctrl-C stops"
     )
     print(f"\r\033[K{line}", end="", flush=True, file=sys.stderr)
 

@@ -122,8 +122,9 @@ def result_lines(
     free_memory = _room_for_waiting(plans[0])
     if free_memory is not None:
         yield (
-            f"\n--pipeline-waiting-weights {free_memory.number} fits in addition to the first, "
-            f"because {free_memory}; it fills waits for tokens, and needs --transformer-impl local"
+            f"\n--pipeline-waiting-weights {free_memory.number} fits with the first layout, "
+            f"because {free_memory}; it fills the time in which ranks wait for tokens, and needs "
+            "--transformer-impl local"
         )
     if len(plans) > 1:
         yield f"\nflags of the first {len(plans)}:"
@@ -147,7 +148,7 @@ def _row(number: int, plan: Layout) -> list[str]:
     sizes = plan.sizes
     schedule = plan.schedule
     if plan.chunks > 1:
-        schedule += f" x{plan.chunks}"
+        schedule += f" chunks={plan.chunks}"
     if plan.pairs:
         schedule += f", pairs hide {100 * plan.hidden:.0f} %"
     return [

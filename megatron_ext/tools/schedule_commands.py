@@ -73,7 +73,7 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--use-dpp",
         action="store_true",
-        help="also show what a dynamic order gains or loses against each table",
+        help="also show how much a dynamic order gains or loses against each table",
     )
     parser.add_argument(
         "--lengths",
@@ -186,17 +186,17 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pairs",
         action="store_true",
-        help="run forwards and backwards of different micro-batches as pairs, in which the "
+        help="run forward and backward passes of different micro-batches as pairs, in which the "
         "computation of each hides the expert communication of the other",
     )
     of_forward = (
-        "core attention, which grows with the square of the length, in a forward"
+        "core attention, which grows with the square of the length, in a forward pass"
     )
-    of_both = "expert communication in a forward and in an input gradient"
+    of_both = "expert communication in a forward pass and in an input gradient"
     for flag, default, share in (
         ("--attention", 0.0, f"{of_forward}, for --slices"),
         ("--all-to-all", 0.0, f"{of_both}, for --pairs"),
-        ("--hides", 1.0, "the communication in a pair that is really hidden"),
+        ("--hides", 1.0, "the expert communication that a pair hides, with --pairs"),
     ):
         parser.add_argument(
             flag,
@@ -405,7 +405,8 @@ def _print_notes(timelines: Sequence[Timeline], costs_text: str) -> None:
     print(f"\ntimes: {unit}; activations: in micro-batches on 1/pp of the model")
     if any(timeline.schedule.num_slices > 1 for timeline in timelines):
         print(
-            "keys, values: of sliced micro-batches, with gradients, in the unit of activations"
+            "keys, values: memory of the keys and values of sliced micro-batches and of their "
+            "gradients, in the unit of activations"
         )
 
 
@@ -468,8 +469,8 @@ def _print_gains(timelines: Sequence[Timeline], costs: Costs) -> None:
         gain = gains(timeline.schedule, costs)
         label = timeline.schedule.label.ljust(width)
         print(
-            f"  {label}  {gain.quiet:.3f} on quiet links, {gain.late:.3f} where messages are "
-            f"late at random: {gain.advice}"
+            f"  {label}  {gain.quiet:.3f} if no message is late, {gain.late:.3f} if messages are "
+            f"randomly late: {gain.advice}"
         )
 
 

@@ -328,7 +328,7 @@ class Recorder:
 
     def _give_up(self, error: OSError) -> None:
         """Stop tracing; a full disk must not stop training."""
-        remedy = "this rank ends its trace, and training continues"
+        remedy = "this rank stops tracing, and training continues"
         _LOG.warning("--trace: %s", cannot_write(self._path, error, remedy))
         self._sampling, self.active = None, False
         self._spans.clear()

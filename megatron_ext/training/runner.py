@@ -153,9 +153,11 @@ def _missing_package(
         "megatron_ext",
     }:
         return None
-    remedy = f"none of our extras brings it: pip install {package}, if it runs on this machine"
+    remedy = (
+        f"no extra of megatron-ext installs it: pip install {package}, if it runs here"
+    )
     if _is_in_extra(package, "upstream"):
-        remedy = "pip install 'megatron-ext[upstream]' brings what its scripts need"
+        remedy = "pip install 'megatron-ext[upstream]' installs what its scripts need"
     return UserError(
         f"Megatron-LM's own code imports {error.name}, which is not installed; {remedy}"
     )

@@ -190,7 +190,7 @@ class EndConfiguration(Finalize):
         self._last_failure = failure
         if is_same:
             _LOG.error(
-                "the same error occurred in the same step after a restart, so the rank ends"
+                "the same error occurred in the same step after a restart, so the rank exits"
             )
         return is_same
 

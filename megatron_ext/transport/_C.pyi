@@ -52,7 +52,7 @@ class PeerReport:
 
     @property
     def reason(self) -> str:
-        """Reason with which the peer has aborted, or how its death was detected; may be empty."""
+        """Why the peer aborted, or how its death was detected; may be empty."""
 
     @property
     def num_arrived(self) -> int:
@@ -150,7 +150,7 @@ class EndpointCounts:
 
 @final
 class Endpoint:
-    """One process of a job, and its links to others.
+    """A process of a job, and its links to other processes.
 
     Calls come from one thread; `send`, `publish` and `abort` may come from another. A thread of the
     core does the work that must continue while the process computes, such as sending messages that

@@ -104,7 +104,7 @@ def choose_wire(
         )
     if address.wire == "rdma" and no_rdma:
         raise TransportError(
-            f"rank {rank} cannot reach rank {peer} over RDMA: {'; '.join(no_rdma)}. Take "
+            f"rank {rank} cannot reach rank {peer} over RDMA: {'; '.join(no_rdma)}; use "
             f"--pipeline-transport auto, or repair RDMA"
         )
     # Both processes check both addresses, so that neither one waits for a peer that has already

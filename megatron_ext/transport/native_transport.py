@@ -106,9 +106,10 @@ class Tags(dict[Message, int]):
         ):
             if value >= 1 << num_bits:
                 raise TransportError(
-                    f"{message} has no tag: a step has at most {1 << _STAGE_BITS} stages, "
-                    f"{1 << _MICROBATCH_BITS} micro-batches, {1 << _SLICE_BITS} slices of each and "
-                    f"{1 << _PART_BITS} tensors for each of these"
+                    f"{message} exceeds the limits of message tags: a step has at most "
+                    f"{1 << _STAGE_BITS} stages, {1 << _MICROBATCH_BITS} micro-batches, "
+                    f"{1 << _SLICE_BITS} slices of each and {1 << _PART_BITS} tensors for each of "
+                    "these; use fewer micro-batches or slices"
                 )
             tag = tag << num_bits | value
         self[message] = tag
@@ -528,7 +529,7 @@ class NativeTransport:
             target = next((peer.rank for peer in peers if peer.num_queued), None)
             if target is None:
                 return  # the last message was sent between the time-out and this check
-            problem = f"rank {target} did not receive what was sent to it: "
+            problem = f"rank {target} did not receive the messages sent to it: "
             raise self._failure(
                 problem + self._waited(endpoint), target, None, timeout_s
             )

@@ -385,7 +385,7 @@ class _Rendezvous:
                 raise TransportError(
                     f"rank {peer} did not connect over the wire {wire}"
                 )
-            link.settimeout(self._left_s(f"rank {peer} to hear the answer"))
+            link.settimeout(self._left_s(f"rank {peer} to read the answer"))
             link.sendall(self._my_address.secret.encode())
         except (TransportError, OSError, ValueError) as error:
             _log.warning("rank %d refused a connection: %s", self._rank, error)
@@ -415,7 +415,7 @@ class _Rendezvous:
                     self._address(peer)
                     break
         raise TransportError(
-            f"rank {peer} refused the connection of rank {self._rank}, or ended; see its log"
+            f"rank {peer} refused the connection of rank {self._rank}, or exited; see its log"
         )
 
     def _read_answer(self, peer: int, link: socket.socket) -> bool:
@@ -456,7 +456,7 @@ class _Rendezvous:
         """
         user = user_of_peer(link)
         if user == NOBODY:
-            raise TransportError(f"{process} has ended")
+            raise TransportError(f"{process} has exited")
         if user is not None and user != os.getuid():
             raise TransportError(
                 f"{process} belongs to user {user}, rank {self._rank} to {os.getuid()}; start all "

@@ -295,8 +295,8 @@ class TorchTransport:
             or message.part >= 7
         ):
             raise TransportError(
-                f"{message} has no tag: a step has at most 512 stages, 16384 micro-batches and 7 "
-                f"tensors for each of them"
+                f"{message} exceeds the limits of message tags: a step has at most 512 stages, "
+                f"16384 micro-batches and 7 tensors for each of these; use fewer micro-batches"
             )
         # Slices may share a tag: messages with the same tag arrive in the order of the sends, which
         # is the order of the posted receives.

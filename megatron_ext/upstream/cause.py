@@ -146,9 +146,7 @@ def of_error(error: BaseException) -> Cause:
             return replace(ending, kind="effect", reason=reason)
         reason = _exit_words(error)
         if left_while_loading(error):
-            reason = (
-                f"Megatron did not load the checkpoint, and says why above: {reason}"
-            )
+            reason = f"Megatron did not load the checkpoint; its log above says why: {reason}"
             return replace(ending, kind="exit", reason=reason, code=1)
         kind = "exit" if code else "left"
         return replace(ending, kind=kind, reason=reason)

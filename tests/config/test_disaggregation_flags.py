@@ -38,7 +38,7 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
         (MERGED + TP2 + MOE, 3, "shards of experts are not merged"),
         (FBD + PP2 + "--fbd-activations ship", 4, "add --recompute-granularity full"),
         (FBD + PP2 + SHIP + MTP, 4, "but not of multi-token prediction"),
-        (MERGED + PP2 + TP2 + "--hidden-dropout 0.1", 6, "draws other masks than the shards"),
+        (MERGED + PP2 + TP2 + "--hidden-dropout 0.1", 6, "draws different masks than the shards"),
         ("--ignore-forward-tensor-parallel", 1, "-disaggregating; add --forward-backward"),
         ("--fbd-activations ship", 1, "-disaggregating; add --forward-backward"),
         (FBD + PP2 + "--fbd-forward-device cpu", 4, "was removed; leave it out"),
@@ -185,7 +185,7 @@ def test_the_run_is_told(caplog: pytest.LogCaptureFixture) -> None:
     parse("gpt", (GPT + FBD + PP2).split(), {"WORLD_SIZE": "4"})
     assert (
         "pipeline schedule: fbd activations=recompute on 4 processes: 2 forward and 2 backward "
-        "ranks, 1 replica(s), 4 micro-batches: makespan 15 forwards of one stage"
+        "ranks, 1 replica(s), 4 micro-batches: makespan 15 forward passes of one stage"
         in caplog.text
     )
 
@@ -224,4 +224,4 @@ def test_what_depends_on_a_dropped_setting_is_dropped_too(
 def test_both_names_of_hybrid_context_parallelism_are_refused(name: str) -> None:
     """Megatron's dev branch has the second."""
     [refusal] = refusals(FBD.strip(), Namespace(**{name: True}), RULES["roles"])
-    assert refusal.reason.endswith("Megatron has its own schedule for it")
+    assert refusal.reason.endswith("Megatron runs its own schedule for it")

@@ -20,7 +20,7 @@ VPP2 = "--num-virtual-stages-per-pipeline-rank 2 "
 CHOSEN = {
     PP4 + "--use-dpp": (
         "1f1b on 4 ranks, 8 micro-batches: dynamic order by hint, at most 5 activations (+1); ",
-        "; messages over the fastest wire of each pair of ranks (auto)",
+        "; messages over the fastest wire for each pair of ranks (auto)",
     ),
     PP4 + VPP2 + "--use-dpp --dpp-extra-activations 0 --pipeline-transport shm": (
         "interleaved chunks=2 on 4 ranks", "at most 5.5 activations (+0); ", "; messages over shm",
@@ -99,7 +99,7 @@ def test_backwards_that_cannot_be_split_stay_whole() -> None:
         "interleaved", 4, 8, 2, dynamic=DynamicOrder(), splits=False
     )
     assert not pipeline.schedule(8).splits_backward
-    assert order_in_words(pipeline).endswith(", backwards whole")
+    assert order_in_words(pipeline).endswith(", whole backward passes")
     assert (
         make_pipeline("interleaved", 4, 8, 2, dynamic=DynamicOrder())
         .schedule(8)
@@ -137,7 +137,7 @@ def test_plan_recommends_the_order_that_is_faster() -> None:
         "plan", "--pp", "4", "--microbatches", "16", "--use-dpp"
     ).stdout
     assert (
-        f"{slower.quiet:.3f} on quiet links, {slower.late:.3f} where messages"
+        f"{slower.quiet:.3f} if no message is late, {slower.late:.3f} if messages"
         in printed
     )
     assert "keep the table's order" in printed

@@ -298,7 +298,8 @@ def test_plans_recompute_whole_layers_in_16_bits(args: Namespace) -> None:
     assert choose(args, "1f1b").config.pairs
     args.fp8 = "e4m3"
     with pytest.raises(
-        ArgumentsError, match="in another way than plans do; use --recompute-gran"
+        ArgumentsError,
+        match="in another way than in its schedule plans; use --recompute-gran",
     ):
         choose(args, "1f1b")
 
@@ -327,7 +328,7 @@ def test_megatrons_own_overlap_is_left_alone(args: Namespace) -> None:
         ),
         ("moe_shared_expert_overlap", True, "the shared expert hides"),
         ("hybrid_layer_pattern", "M*M-", "hybrid models"),
-        ("variable_seq_lengths", True, "does not pass lengths to plans"),
+        ("variable_seq_lengths", True, "does not pass lengths to schedule plans"),
     ],
 )
 def test_what_plans_cannot_do_is_refused(
@@ -465,7 +466,7 @@ def test_ranks_that_wait_in_a_circle_are_shown(args: Namespace, tmp_path: Path) 
     path = tmp_path / "table.csv"
     path.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     args.pipeline_model_parallel_size = args.world_size = args.global_batch_size = 2
-    with pytest.raises(UserError, match="the order of the ranks is cyclic"):
+    with pytest.raises(UserError, match="the orders of the ranks form a cycle"):
         choose(args, f"csv:{path}")
 
 

@@ -222,10 +222,11 @@ def test_what_sizes_do_not_say_is_not_checked() -> None:
     found = preflight({"pipeline_model_parallel_size": 4}, ZB_V)
     assert found.accepted
     unchecked = [
-        line.partition(" is not checked: there is no ") for line in found.notices
+        line.removesuffix(" is missing").partition(" is not checked, because ")
+        for line in found.notices
     ]
     assert [(subject, missing) for subject, found_, missing in unchecked if found_] == [
-        ("the number of micro-batches", "--micro-batch-size or no --global-batch-size"),
+        ("the number of micro-batches", "--micro-batch-size or --global-batch-size"),
         ("the cut into stages", "--num-layers"),
     ]
 
@@ -396,7 +397,7 @@ def test_groups_that_files_by_rank_need_are_made_and_named() -> None:
         (
             PipelineConfig(disaggregation=Disaggregation()),
             {"num_experts": 8, "overlap_moe_expert_parallel_comm": True},
-            "forwards and backwards run on different ranks",
+            "forward and backward passes run on different ranks",
         ),
         (
             PipelineConfig(disaggregation=Disaggregation()),

@@ -349,8 +349,10 @@ REFUSED = {
             ("--window-size 4,0", "--window-size: Megatron's mask", "leave --pipeline-slices out"),
             ("--reset-attention-mask --tensor-model-parallel-size 2",
              "--reset-attention-mask and", "leave one of them out"),
-            ("--pipeline-balance order", "--pipeline-balance yet", "leave one of them out"),
-            ("--variable-seq-lengths", "--variable-seq-lengths yet", "leave one of them out"),
+            ("--pipeline-balance order", "--pipeline-balance: it cuts all micro-batches alike",
+             "use --pipeline-slice-tokens 4096 instead, or leave one of them out"),
+            ("--variable-seq-lengths", "--variable-seq-lengths: it cuts all micro-batches alike",
+             "use --pipeline-slice-tokens 4096 instead, or leave one of them out"),
         ]
     },
     "slices by length with windows": (
@@ -390,7 +392,7 @@ REFUSED = {
     ),
     "slices of mirrored roles": (
         PP4 + "--forward-backward-disaggregating --pipeline-slices 4", 8,
-        ["cannot run with --forward-backward-disaggregating yet; leave one of them out"],
+        ["cannot run with --forward-backward-disaggregating: its tables have no slices; leave"],
     ),
     "balance of Megatron's schedule": (
         PP4 + "--pipeline-balance pack", 4,

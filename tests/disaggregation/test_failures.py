@@ -83,7 +83,7 @@ def test_both_roles_end_where_there_is_no_checkpoint(
     assert run.exit_codes == [0] * num_ranks, run.describe()
     told = "".join(run.logs)
     assert re.search(
-        r"backward rank \d .* ended the training with exit code 0; forward ranks exit",
+        r"backward rank \d .* stopped the training with exit code 0; forward ranks exit",
         told,
     )
 

@@ -33,7 +33,7 @@ DATA = 'apart "$PYTHON" -c "${3/stop)/signal.SIG_DFL)}"'
     ("stage", "line"),
     [
         (TRAINING, "interrupted at iteration 3"),
-        (DATA, "interrupted; run again to go on"),
+        (DATA, "interrupted; run again to continue"),
     ],
     ids=["training", "data"],
 )

@@ -197,14 +197,14 @@ class Fault:
             ended = f"rank {last} ended with exit code"
             return rf"{ended} {code} in iteration \d: found NaN in local forward loss"
         if self.kind == "signal":
-            return rf"rank {self.rank} was ended by {self.detail} (in|after) iteration \d; "
+            return rf"rank {self.rank} was killed by {self.detail} (in|after) iteration \d; "
         if self.kind == "exit":
             place = r": sys\.exit\(5\) at pretrain_faulty\.py:\d+"
             if self.detail != "sys.exit":
                 place = ""
             return rf"{ended} 5 (in|after) iteration \d{place}; "
         if self.kind == "stop":
-            return rf"rank {self.rank} stands still in iteration \d: its process \d+ is stopped, by"
+            return rf"rank {self.rank} makes no progress in iteration \d: its process \d+ is"
         if self.kind == "sleep":
             return rf"rank {self.rank} holds the job up in iteration \d: .*strike"
         return {

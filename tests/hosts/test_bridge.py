@@ -300,21 +300,21 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
             DECENTRALIZED,
             {"schedule": "bitpipe"},
             "",
-            "schedule bitpipe finds its mirrored ranks",
+            "schedule bitpipe, which mirrors two pipelines, needs Megatron's global",
         ),
         (
             DECENTRALIZED,
             {"schedule": "zb-v"},
             "",
-            "schedule zb-v has a layout, and Megatron",
+            "schedule zb-v, which sets a layout, needs Megatron's global",
         ),
         (
             DECENTRALIZED,
             {"dynamic": DynamicOrder()},
             "",
-            "dynamic or microbatch_rng seeds random",
+            "a dynamic order or microbatch_rng needs Megatron's",
         ),
-        (DECENTRALIZED, None, "--trace", "tracing places its ranks"),
+        (DECENTRALIZED, None, "--trace", "tracing needs Megatron's global process"),
         (
             {
                 "model.dist_train": SimpleNamespace(

@@ -140,7 +140,7 @@ print([f"{m}.{k}" for m, mod in list(sys.modules.items()) if m.startswith("megat
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
-    assert "Put `import megatron_ext` first" in done.stderr
+    assert "put `import megatron_ext` first" in done.stderr
 
 
 def test_a_full_tree_on_pythonpath_brings_training_but_not_core(

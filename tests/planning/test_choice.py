@@ -226,9 +226,9 @@ def candidates_of(setting: Setting, more: str = "", number: int = 2) -> list[Can
 def test_the_line_has_the_choice_the_runner_up_and_the_reason() -> None:
     line = line_of([*PLAIN.words, *AUTO], DEVICES["h100"])
     best, second = candidates_of(PLAIN)
-    assert line.startswith(f"--pipeline-schedule auto takes {best.flags}: ")
+    assert line.startswith(f"--pipeline-schedule auto chooses {best.flags}: ")
     assert f"; next is {second.flags}: " in line
-    assert line.endswith("; by forecast for 4 x h100 with 74.1 GiB")
+    assert line.endswith("; compared by forecast for 4 x h100 with 74.1 GiB")
 
 
 def test_the_flags_of_a_candidate_run_the_same_table() -> None:
@@ -437,7 +437,7 @@ def test_a_traced_run_gives_the_costs(tmp_path: Path) -> None:
     line = line_of(
         [*PLAIN.words, "--pipeline-schedule", f"auto:{tmp_path}"], DEVICES["h100"]
     )
-    assert " s a step, " in line
+    assert " s per step, " in line
     assert line.endswith(
         f"by the times of the run in {tmp_path}, with at most 1f1b's activations"
     )

@@ -283,7 +283,7 @@ def test_flags_win_over_the_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "size", "flags", "message"),
     [
-        (None, None, [], "there is no model; use --model examples/llama3"),
+        (None, None, [], "no model is given; use --model examples/llama3"),
         (None, None, ["--num-layers", "4"], "--hidden-size is missing; give the size"),
         (None, None, ["--num-layers", "four"], "give a whole number"),
         (
@@ -395,5 +395,5 @@ def test_the_name_that_a_driver_shows_gives_the_kind(name: str, kind: str) -> No
 
 def test_a_precision_that_a_device_lacks_is_an_error() -> None:
     assert DEVICES["b200"].peak("nvfp4") > DEVICES["b200"].peak("mxfp8")
-    with pytest.raises(ArgumentsError, match="h100 has no products in 4 bits; use"):
+    with pytest.raises(ArgumentsError, match="h100 has no 4-bit matrix products; use"):
         DEVICES["h100"].product_rate("nvfp4")

@@ -336,7 +336,7 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
             "--cross-entropy-loss-fusion needs --devices",
         ),
         (["gpt"], "unknown argument gpt"),
-        (["--devices", "8xh100", "--global-batch-size", "8"], "there is no model"),
+        (["--devices", "8xh100", "--global-batch-size", "8"], "no model is given"),
         (
             [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--pp", "2"],
             "--fix pp=8",
@@ -659,7 +659,7 @@ def test_progress_is_shown_and_an_interrupt_gives_the_best_so_far() -> None:
     out, _ = process.communicate(timeout=60)
     os.close(terminal)
     assert process.returncode == 0
-    assert "Ctrl-C ends it" in shown
+    assert "Ctrl-C stops" in shown
     found = json.loads(out)
     assert not found["is_complete"]
     assert found["plans"]

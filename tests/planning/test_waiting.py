@@ -101,15 +101,15 @@ def test_auto_takes_the_memory_that_is_free() -> None:
 @pytest.mark.parametrize(
     ("flags", "memory_gib", "reason"),
     [
-        ("", None, "the memory of the devices is not known here"),
+        ("", None, "the memory of the job's devices is unknown"),
         (
             "--transformer-impl transformer_engine ",
             79.1,
             "its matrix products on all streams",
         ),
         ("--sequence-parallel --tensor-model-parallel-size 2 ", 79.1, "W gathers its"),
-        ("--pipeline-schedule 1f1b ", 79.1, "1f1b has whole backwards"),
-        ("--expert-model-parallel-size 1 ", 79.1, "no forward and backward run as a"),
+        ("--pipeline-schedule 1f1b ", 79.1, "1f1b does not split backward passes"),
+        ("--expert-model-parallel-size 1 ", 79.1, "no actions run as pairs"),
         (
             (
                 "--recompute-granularity full --recompute-method block "
@@ -158,7 +158,7 @@ def test_a_rank_in_a_job_says_what_its_device_has() -> None:
     [[result]] = run_ranks(1, outcomes, [("gpt", flags + _AUTO, 4)])
     assert isinstance(result, dict), result
     [line] = [line for line in result["log"] if "waiting-weights" in line]
-    assert line.endswith("auto: 0, because the memory of the devices is not known here")
+    assert line.endswith("auto: 0, because the memory of the job's devices is unknown")
 
 
 @pytest.mark.usefixtures("emulated_musa")
@@ -177,7 +177,7 @@ def test_a_rank_with_a_device_takes_its_free_memory() -> None:
     assert "auto: 8, because rank " in line
     assert " GiB of 75.0 by forecast" in line
     [line] = [line for line in result["log"] if line.startswith("pipeline schedule")]
-    assert "up to 8 more W of a rank wait" in line
+    assert "lets up to 8 more W wait" in line
 
 
 def test_ranks_compare_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--fix", fixed, *words]) == 0
     printed = capsys.readouterr().out
     assert (
-        "--pipeline-waiting-weights 8 fits in addition to the first, because rank"
+        "--pipeline-waiting-weights 8 fits with the first layout, because rank"
         in printed
     )
     assert cli.main(["plan", "--json", "--fix", fixed, *words]) == 0

@@ -219,7 +219,7 @@ def _alone() -> str:
 def test_a_rank_with_nothing_to_run_says_what_its_table_waits_for() -> None:
     message = run_ranks(2, _alone)[1]
     assert (
-        "rank 1 (pipeline rank 1) can run none of its 24 remaining actions in 1f1b"
+        "rank 1 (pipeline rank 1) cannot run any of its 24 remaining actions in 1f1b"
         in message
     )
     assert (

@@ -283,7 +283,7 @@ def _tokens(length: int) -> torch.Tensor:
 def test_a_sequence_beyond_the_model_ends_the_step_on_every_rank(
     schedule: str, transport: str
 ) -> None:
-    says = "stage 0, micro-batch 2: a sequence has 9 tokens, the model has 8 positions; shorten"
+    says = "stage 0, micro-batch 2: a sequence has 9 tokens, but the model has 8 positions; shorten"
     _ends_with(says, schedule, transport, [8, 1, 9, 8], True)
 
 

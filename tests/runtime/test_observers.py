@@ -80,7 +80,8 @@ def test_statistics_of_slices_by_length_name_their_unit(
     monkeypatch.setattr(runtime.dist, "get_rank", lambda: 0)
     runtime.log_statistics(of_all=False)
     assert caplog.messages[0].endswith(
-        "activations of at most 1.25 longest micro-batches of a step, 250.0 ms a step for its table"
+        "activations of at most 1.25 longest micro-batches of a step, 250.0 ms per step to "
+        "generate its table"
     )
 
 

@@ -199,13 +199,13 @@ def test_files_by_rank_load_for_their_stages_alone(tmp_path: Path) -> None:
     report(train(2, f"{flags}{PP2}--save {one_chunk} {saves}"))
     layout = "--pipeline-model-parallel-layout Ett|t|t|L "
     for folder, schedule, saved, mine in (
-        (theirs, ZB_V, "those of Megatron", "ranks 0: 0 and 3, 1: 1 and 2"),
-        (ours, two_chunks, "ranks 0: 0 and 3, 1: 1 and 2", "those of Megatron"),
+        (theirs, ZB_V, "Megatron's own", "ranks 0: 0 and 3, 1: 1 and 2"),
+        (ours, two_chunks, "ranks 0: 0 and 3, 1: 1 and 2", "Megatron's own"),
         (
             one_chunk,
             f"{two_chunks}--pipeline-schedule interleaved ",
-            "those of Megatron (1 on each rank)",
-            "those of Megatron (2 on each rank)",
+            "Megatron's own (1 on each rank)",
+            "Megatron's own (2 on each rank)",
         ),
         (
             ours,

@@ -105,7 +105,7 @@ def test_a_step_that_nobody_counts_is_an_error() -> None:
     try:
         with rng_of_this_step(0, 0):
             pass  # off: no iteration is needed
-        with pytest.raises(ScheduleError, match="need a seed; give --microbatch-rng"):
+        with pytest.raises(ScheduleError, match="need a seed; add --microbatch-rng"):
             active.seed_of(1)
         use(None, seed=5)
         with (

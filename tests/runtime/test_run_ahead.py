@@ -138,7 +138,7 @@ def test_a_wait_names_the_action_that_does_not_end() -> None:
     bound = _bound(event, timeout_s=0.1)
     bound.record(Action(1, "B", 4))
     with pytest.raises(
-        TransportTimeout, match=r"1B4 did not end on cuda:3: waited 0\.1 s"
+        TransportTimeout, match=r"1B4 did not finish on cuda:3: waited 0\.1 s"
     ):
         bound.wait_until(0)
     event.passed.set()

@@ -125,7 +125,9 @@ def test_a_missing_forward_is_named() -> None:
 def test_r_is_refused_where_forwards_and_backwards_share_a_rank() -> None:
     schedule = generate("1f1b", 2, 2)
     rows = ((Action(0, "R", 0), *schedule.rows[0][1:]), schedule.rows[1])
-    with pytest.raises(ScheduleError, match="R is for ranks that run backwards only"):
+    with pytest.raises(
+        ScheduleError, match="R is for ranks that run only backward passes"
+    ):
         validate(dataclasses.replace(schedule, rows=rows))
 
 

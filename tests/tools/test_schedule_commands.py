@@ -45,7 +45,7 @@ def test_plan_ranks_all_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[lines.index("") :].count("flags of the first three:") == 1
     advice = "recommended: bitpipe order=zb if 2 copies of the weights fit, otherwise zb-v chunks=2"
     assert advice in lines
-    automatic = "--pipeline-schedule auto takes --pipeline-schedule zb-v: 51.5 forwards a step, "
+    automatic = "--pipeline-schedule auto chooses --pipeline-schedule zb-v: 51.5 forward passes "
     assert any(line.startswith(automatic) for line in lines)
     assert flags[0].endswith("--enable-bitpipe-schedule")
 
@@ -73,7 +73,7 @@ def test_gains_of_a_dynamic_order_as_json(capsys: pytest.CaptureFixture[str]) ->
     assert len(shown) > 5
     for found in shown:
         quiet, late = found["quiet"], found["late"]
-        assert f"  {quiet:.3f} on quiet links, {late:.3f} where messages" in text
+        assert f"  {quiet:.3f} if no message is late, {late:.3f} if messages" in text
 
 
 def test_plan_with_costs_and_latency(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +235,7 @@ def test_the_legend_has_what_takes_time() -> None:
     for activations, shown in (("ship", False), ("recompute", True)):
         options = {"fbd": {"activations": activations}}
         fbd = compare("fbd", 4, 8, Costs(), options=options)[0]
-        assert ("forward again" in svg.draw(*one, *fbd)) == shown
+        assert ("recomputation" in svg.draw(*one, *fbd)) == shown
 
 
 def test_several_schedules_in_one_picture(

@@ -69,13 +69,13 @@ def test_the_first_wrong_operator_of_the_first_wrong_layer_is_named(
         assert difference is not None
         assert place_of(difference) == place
         sentences[name] = first_operator(*pairs["operators"]).sentence
-    changed = "in the forward of decoder.layers.2: aten.add.Tensor -> [16, 1, 32]"
+    changed = "in the forward pass of decoder.layers.2: aten.add.Tensor -> [16, 1, 32]"
     assert changed in sentences["wrong_product"]
     assert (
         "before it, only the candidate ran aten.mul.Tensor -> [16, 1, 32]"
         in sentences["wrong_product"]
     )
-    assert "in the backward of decoder.layers.2" in sentences["wrong_gradient"]
+    assert "in the backward pass of decoder.layers.2" in sentences["wrong_gradient"]
     assert (
         "only the candidate ran aten.mul.Tensor -> [16, 1, 32]"
         in sentences["wrong_gradient"]

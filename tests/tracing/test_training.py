@@ -113,7 +113,7 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(
     assert len(flags) >= 3
     assert all(" --pipeline-model-parallel-size 4 " in line for line in flags)
     assert re.match(
-        r"traced: interleaved chunks=2 dpp hint, step [\d.]+ ms, predicted as [\d.]+ ms\b",
+        r"traced: interleaved chunks=2 with hint, step [\d.]+ ms, predicted as [\d.]+ ms\b",
         done.stdout,
     )
     settings = run.surveys[0].header.settings
@@ -405,4 +405,4 @@ def test_merged_forward_ranks_are_all_that_there_are(tmp_path: Path) -> None:
     run_script(3, "pretrain_gpt.py", [*flags.split(), str(tmp_path)])
     run = read_run(tmp_path)
     assert [survey.header.rank for survey in run.surveys] == [0, 1, 2]
-    assert not [note for note in run.notes if "left no trace" in note]
+    assert not [note for note in run.notes if "have no trace" in note]

@@ -193,9 +193,9 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
 @pytest.mark.parametrize(
     ("package", "remedy"),
     [
-        ("einops", "pip install 'megatron-ext[upstream]' brings"),
-        ("triton", "pip install 'megatron-ext[upstream]' brings"),
-        ("apex", "none of our extras brings it: pip install apex"),
+        ("einops", "pip install 'megatron-ext[upstream]' installs"),
+        ("triton", "pip install 'megatron-ext[upstream]' installs"),
+        ("apex", "no extra of megatron-ext installs it: pip install apex"),
     ],
 )
 def test_a_package_that_only_upstream_needs_is_named_with_the_remedy(

@@ -79,7 +79,7 @@ def test_a_time_out_names_message_peer_and_links() -> None:
             rf"rank 0 on host {host} \(wire {wire}\) is open: 0 messages .* 0 of 8 slots",
             received,
         )
-        assert "rank 0 did not receive what was sent to it" in flushed
+        assert "rank 0 did not receive the messages sent to it" in flushed
         assert re.search(r"[1-9]\d* messages queued for it", flushed)
     assert (
         "18 messages queued for it" in told[0][1]

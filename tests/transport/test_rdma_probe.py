@@ -39,7 +39,11 @@ def test_a_usable_device_is_told_with_its_port_and_gid(sysfs):
 @pytest.mark.parametrize(
     ("fault", "reason", "remedy"),
     [
-        ("no_device", "devices: this host has no RDMA device", "the tcp wire"),
+        (
+            "no_device",
+            "devices: this host has no RDMA device",
+            "use --pipeline-transport tcp",
+        ),
         (f"open={errno.EACCES}", "fake0 cannot be opened", "--device=/dev/infiniband"),
         ("port_down", "fake0 port 1 is down", "rdma link"),
         (f"reg_mr={errno.ENOMEM}", "memory: 1048576 bytes", "ulimit -l unlimited"),

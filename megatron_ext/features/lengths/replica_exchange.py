@@ -42,7 +42,7 @@ class ReplicaExchange:
         # In float64, costs arrive unchanged, so all replicas compute the same shares from them.
         own_row = torch.tensor(own_costs, dtype=torch.float64)
         rows = [torch.empty_like(own_row) for _ in range(self.group.size())]
-        with self._waiting("what their micro-batches cost"):
+        with self._waiting("the costs of their micro-batches"):
             dist.all_gather(rows, own_row, group=self.group)
         # Replica r reads the micro-batches r, r + n and so on, so interleave the rows.
         costs: list[float] = torch.stack(rows, dim=1).flatten().tolist()

@@ -8,31 +8,33 @@ TEXTS = {
     # For forward and backward passes that run as pairs, with Megatron's schedule plans.
     "pairs": f"""
         recompute_granularity=full & fp8 | distribute_saved_activations
-            these recompute layers in another way than plans do; use
-            --recompute-granularity=selective without --recompute-method and
+            with these settings, Megatron recomputes layers in another way than in its schedule
+            plans; use --recompute-granularity=selective without --recompute-method and
             --recompute-num-layers
         recompute_modules=moe
-            a plan cuts a layer after the router, and would keep a copy for each expert of what
-            this setting drops; use --recompute-modules=core_attn, layernorm, mla_up_proj, mlp or
-            moe_act
+            Megatron's schedule plans cut a layer after the router, and would keep for each expert a
+            copy of what this setting frees; use --recompute-modules=core_attn, layernorm,
+            mla_up_proj, mlp or moe_act
         moe_layer_recompute
-            it means --recompute-modules=moe, but a plan cuts a layer after the router; leave it out
+            it means --recompute-modules=moe, but Megatron's schedule plans cut a layer after the
+            router; leave it out
         moe_shared_expert_overlap
             the shared expert hides the communication that a partner would hide; leave one of them
             out
         --mtp-use-repeated-layer, --mtp-detach-heads or --mtp-hsm: mtp_num_layers &
         mtp_use_repeated_layer | mtp_detach_heads | mtp_hsm
-            plans of multi-token prediction ignore these settings and would train another model
+            Megatron's schedule plans for multi-token prediction ignore these settings and would
+            train another model
         {HYBRID_MODELS}
-            some releases have no plans for them; leave SUBJECT out
+            some releases of Megatron have no schedule plans for them; leave SUBJECT out
         variable_seq_lengths
-            Megatron's forward step does not pass lengths to plans; leave one of them out
+            Megatron's forward step does not pass lengths to schedule plans; leave one of them out
         mlp_chunks_for_training>1 & num_experts
-            plans route all tokens of a micro-batch at once; leave it out
+            schedule plans route all tokens of a micro-batch at once; leave it out
         perform_rl_step
-            Megatron's RL builds no plans; leave one of them out
+            Megatron's RL builds no schedule plans; leave one of them out
         fine_grained_activation_offloading
-            only backwards outside of pairs fetch the activations from the host; use
+            only backward passes outside pairs fetch the activations from the host; use
             --recompute-granularity=selective instead
         overlap_dispatch_backward_with_experts_wgrad
             Megatron supports only one of the two; leave one of them out""",
@@ -50,13 +52,13 @@ TEXTS = {
     "unpaired": """
         --overlap-moe-expert-parallel-comm with --fp4-format: overlap_moe_expert_parallel_comm &
         fp4
-            Megatron's plans run layers in FP8 or in 16 bits
+            Megatron's schedule plans run layers in FP8 or in 16 bits
         --overlap-moe-expert-parallel-comm with packed sequences (--sft,
         --dataloader-inter-document-masking): overlap_moe_expert_parallel_comm & sft |
         dataloader_inter_document_masking
-            Megatron's forward step does not pass the bounds of sequences to plans, so tokens would
-            attend across sequences
+            Megatron's forward step does not pass the bounds of sequences to schedule plans, so
+            tokens would attend across sequences
         ep_overlap_early_attn_memory_release & fp4 | sft | dataloader_inter_document_masking
-            there are no pairs""",
+            it applies only to pairs, which these settings exclude""",
 }
 """Rules by group, in the notation of `megatron_ext/rules.py`."""

@@ -49,7 +49,7 @@ class PairSteps(Feature):
             self._fills_waits = False
             if dist.get_rank() == 0:
                 _LOG.warning(
-                    "with %s, each W runs at its place in the table, not earlier",
+                    "with %s, each W runs at its place in the table instead of earlier",
                     VARIABLE,
                 )
         self._device = devices.device_of(model.chunks)

@@ -114,8 +114,8 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
         return schedule
     if schedule.disaggregated:
         raise ScheduleError(
-            f"{schedule.label} runs forwards and backwards on different ranks, so no rank can pair "
-            "them; leave pairs out"
+            f"{schedule.label} runs forward and backward passes on different ranks, so no rank can "
+            "pair them; leave pairs out"
         )
     # The choice of order must not depend on random times.
     costs = replace(exchanging(costs), jitter=0.0, link_jitter=0.0, launch=0.0)

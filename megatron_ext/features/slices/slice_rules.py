@@ -31,7 +31,8 @@ TEXTS = {
             only DotProductAttention keeps keys and values between slices; leave --pipeline-slices
             out
         window_size
-            Megatron's mask of a window starts at the slice; leave --pipeline-slices out
+            Megatron's sliding-window mask starts at the slice, not at the sequence; leave
+            --pipeline-slices out
         packed sequences (--sft, --dataloader-inter-document-masking) with --micro-batch-size above
         1: sft | dataloader_inter_document_masking & micro_batch_size>1
             Megatron packs the slices of several samples into one; use --micro-batch-size=1
@@ -51,7 +52,7 @@ TEXTS = {
             logits are stored by micro-batch, but a slice has only a part of them; leave one of them
             out
         decoder_seq_length
-            slices divide the other sequence length; leave one of them out
+            only --seq-length is cut into slices; leave one of them out
         perform_rl_step
             batches of Megatron's RL are tuples, but slices are cut by the names of tensors; leave
             one of them out
@@ -62,6 +63,6 @@ TEXTS = {
         overlap_moe_expert_parallel_comm
             only whole micro-batches run as pairs
         ep_overlap_early_attn_memory_release
-            there are no pairs""",
+            it applies only to pairs, and slices run without pairs""",
 }
 """Rules by group, in the notation of `megatron_ext/rules.py`."""

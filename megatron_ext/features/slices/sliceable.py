@@ -69,9 +69,9 @@ def check_model(chunk: torch.nn.Module) -> None:
     wrong = _wrong_layer(chunk)
     if wrong is not None:
         raise ScheduleError(
-            f"slices are for a GPTModel with causal DotProductAttention, or Transformer Engine's, "
-            f"in all layers, and for models that declare runs_in_slices (docs/lengths.md), not for "
-            f"{wrong}; leave the slices out"
+            f"slices need a GPTModel with Megatron's or Transformer Engine's causal "
+            f"DotProductAttention in all layers, or a model that declares runs_in_slices "
+            f"(docs/lengths.md), not {wrong}; leave the slices out"
         )
     for name, stranger in _strangers(unwrap_model(chunk)):
         raise ScheduleError(

@@ -930,7 +930,7 @@ class SlicedCompute(StageCompute):
         num_kept = len(self.layer_state.microbatches[stage, microbatch].attention)
         if num_kept != num_layers:
             raise ScheduleError(
-                f"{num_kept} of {num_layers} layers of stage {stage} kept keys and values "
+                f"only {num_kept} of {num_layers} layers in stage {stage} kept keys and values "
                 "for later slices (patch slices.attention); leave the slices out"
             )
 

@@ -148,8 +148,8 @@ def _roll(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
 
 @PATCHES.row("slices.route", f"{_MOE}.router:TopKRouter.routing")
 def _route(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron computes balancing losses only in a recomputation, but the backwards of slices need
-    the counts of all slices.
+    """Megatron computes balancing losses only in a recomputation, but the backward passes of slices
+    need the counts of all slices.
     """
     return running.route(call, instance, *args, **kwargs)
 

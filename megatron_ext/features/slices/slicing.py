@@ -66,7 +66,7 @@ class SliceChange(TableChange):
         """
         if self._has_pairs and self._num_slices > 1:
             raise ScheduleError(
-                f"{name}: slices cannot run as pairs yet; leave one of them out"
+                f"{name}: slices cannot run as pairs; leave slices or pairs out"
             )
         shares_of_equal_cost(self._num_slices)
 

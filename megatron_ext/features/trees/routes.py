@@ -295,8 +295,8 @@ class RouteStore:
         look = _look(tensor)
         if look != in_forward.look:
             raise ScheduleError(
-                f"{self._where(name)}: published {_text(in_forward.look)} in the forward, but "
-                f"{_text(look)} in a recomputation; publish the same shape and dtype in both"
+                f"{self._where(name)}: published {_text(in_forward.look)} in the forward pass, but "
+                f"{_text(look)} in its recomputation; publish the same shape and dtype in both"
             )
         if tensor is None or not _has_graph(tensor) or in_forward.origin is not None:
             return tensor
@@ -308,7 +308,7 @@ class RouteStore:
         """Prepare for the tensor of the next micro-batch, outside of a pipeline."""
         if self._declared is not None:
             raise ScheduleError(
-                f"{self._where(name)}: published twice in one forward; give each tensor a "
+                f"{self._where(name)}: published twice in one forward pass; give each tensor a "
                 "different name"
             )
         # Without a pipeline, only the next publish shows that a micro-batch has ended.
@@ -327,9 +327,9 @@ class RouteStore:
             )
         if _recomputes() and self._unfinished(name):
             raise ScheduleError(
-                f"{self._where(name)}: published again by a later forward, so the recomputation "
-                "of this forward would take the wrong tensor; take it outside of recomputed layers "
-                "and pass it in, or train with a megatron_ext schedule"
+                f"{self._where(name)}: published again by a later forward pass, so the "
+                "recomputation of this one would take the wrong tensor; take it outside of "
+                "recomputed layers and pass it in, or train with a megatron_ext schedule"
             )
         self._taken.add(name)
         value = published.value
@@ -369,12 +369,12 @@ class RouteStore:
             if name not in self._published:
                 raise ScheduleError(
                     f"{self._where(name)}: declared but not published; publish it in every "
-                    f"forward, or None if there is no tensor"
+                    f"forward pass, or publish None if there is no tensor"
                 )
         for name in declared.takes:
             if name not in self._taken:
                 raise ScheduleError(
-                    f"{self._where(name)}: declared but never taken; take it in every forward"
+                    f"{self._where(name)}: declared but never taken; take it in every forward pass"
                 )
 
     def forget(self, batch: Batch, names: Iterable[str]) -> None:
@@ -405,9 +405,9 @@ class RouteStore:
             return
         if published.origin is None and not published.repeated:
             raise ScheduleError(
-                f"{self._where(name)}: its takers have a gradient, but it was published without a "
-                f"graph; publish it outside of torch.no_grad(), and outside of recomputed layers "
-                f"whose output is not used"
+                f"{self._where(name)}: a layer that took it has a gradient for it, but it was "
+                f"published without a graph; publish it outside of torch.no_grad(), and outside of "
+                f"recomputed layers whose output is not used"
             )
         raise ScheduleError(
             f"{self._where(name)}: its gradient did not reach the publisher; continue with the "

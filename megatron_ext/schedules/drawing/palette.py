@@ -24,7 +24,7 @@ NAMES = {
     "B": "backward",
     "I": "input gradient",
     "W": "weight gradient",
-    "R": "forward again",
+    "R": "recomputation",
 }
 
 _PAGES = {

@@ -87,7 +87,7 @@ def _legend(timeline: Timeline) -> str:
         kinds -= {"R"}
     parts = [f"{kind} {name}" for kind, name in NAMES.items() if kind in kinds]
     if timeline.schedule.pairs:
-        parts.append("F+B a pair")
+        parts.append("F+B pair")
     if timeline.schedule.num_slices > 1:
         parts.append("F0.1 slice 1 of micro-batch 0")
     if _num_chunks(timeline.schedule) == 2:

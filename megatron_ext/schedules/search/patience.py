@@ -91,13 +91,13 @@ def policies(
     """
     if schedule.disaggregated:
         raise ScheduleError(
-            f"{schedule.label} runs forwards and backwards on different ranks, which cannot choose "
-            "an order; leave --use-dpp out"
+            f"{schedule.label} runs forward and backward passes on different ranks, which cannot "
+            "choose an order; leave --use-dpp out"
         )
     # `Progress` sums gradients in micro-batch order, so the table must do the same.
     if not is_ascending(schedule):
         raise ScheduleError(
-            f"{schedule.label}: backwards of a stage are not in the order of micro-batches, in "
+            f"{schedule.label}: the backward passes of a stage are not in micro-batch order, in "
             "which a dynamic order sums gradients; sort them, or leave --use-dpp out"
         )
     if schedule.pairs:

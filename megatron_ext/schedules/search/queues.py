@@ -226,7 +226,7 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
                 if needed.verb == "RECV" and needed.message not in posted:
                     raise ScheduleError(
                         f"{exchange.action} of rank {rank} needs {needed.message}, but no "
-                        "receive brings it; use --pipeline-transport auto"
+                        "receive delivers it; use --pipeline-transport auto"
                     )
         for send in _sends(exchange):
             target = _other_end(twin, send)

@@ -86,7 +86,8 @@ class Costs:
         _check_share("all-to-all", self.all_to_all)
         if not 0 <= self.hides <= 1:
             raise ScheduleError(
-                f"how much of its all-to-all a pair hides must be from 0 to 1, got {self.hides:g}"
+                "the share of its all-to-all that a pair hides must be from 0 to 1, got "
+                f"{self.hides:g}"
             )
         if self.jitter < 0 or self.link_jitter < 0:
             raise ScheduleError(

@@ -89,8 +89,8 @@ def check_actions(schedule: Schedule) -> None:
         )
     if schedule.num_slices > 1 and schedule.disaggregated:
         raise ScheduleError(
-            f"{schedule.label} runs forwards and backwards on different ranks, which would both "
-            "need the keys and values of earlier slices; leave slices out"
+            f"{schedule.label} runs forward and backward passes on different ranks, which would "
+            "both need the keys and values of earlier slices; leave slices out"
         )
     # Use one byte per stage, micro-batch and slice. With a set of actions, checking a large table
     # would take many times as long.
@@ -222,7 +222,7 @@ def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
     if kind in _kinds(schedule, stage, rank):
         return ""
     if kind == "R":
-        return "R is for ranks that run backwards only, but this rank runs F"
+        return "R is for ranks that run only backward passes, but this rank runs F"
     return f"no rank needs the output of {action}, because backward ranks recompute it"
 
 
@@ -299,11 +299,11 @@ def _check_pairs(schedule: Schedule, rank: int) -> None:
         pair = row[index : index + 2]
         kinds = "".join(action.kind for action in pair)
         if kinds not in ("FB", "FI"):
-            rule = "a pair is a forward and the backward, or input gradient, behind it"
+            rule = "a pair is an F and the B or I right after it"
         elif pair[0].microbatch == pair[1].microbatch:
-            rule = "both are of one micro-batch, whose backward needs the forward first"
+            rule = "both are for one micro-batch, whose backward pass needs its F to finish"
         elif schedule.disaggregated:
-            rule = "forwards and backwards are on different ranks"
+            rule = "forward and backward passes run on different ranks"
         elif index < previous_end:
             rule = f"{pair[0]} is in two pairs"
         else:
@@ -344,14 +344,14 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
             different slices, because backward passes start with the last slice.
     """
     consequence = (
-        "layers of Transformer Engine with fused gradient accumulation would lose "
+        "Transformer Engine's layers with fused gradient accumulation would lose "
         "gradients;"
     )
     if schedule.num_slices > 1:
         raise ScheduleError(
             "slices run backward in reverse, so the first weight gradients are not those of the "
-            f"first forward; {consequence} use --no-gradient-accumulation-fusion, or build the "
-            "model with disable_parameter_transpose_cache"
+            f"first forward pass; {consequence} use --no-gradient-accumulation-fusion, or build "
+            "the model with disable_parameter_transpose_cache"
         )
     # By stage, and F or the kind of gradient: the micro-batch that came first.
     first: dict[tuple[int, str], int] = {}
@@ -362,7 +362,7 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
             if first.setdefault((stage, gradients), microbatch) != first_forward:
                 raise ScheduleError(
                     f"the first weight gradients of stage {stage} are those of micro-batch "
-                    f"{microbatch}, but its first forward is that of {first_forward}; "
+                    f"{microbatch}, but its first forward pass is that of {first_forward}; "
                     f"{consequence} start both with the same micro-batch, or use "
                     "--no-gradient-accumulation-fusion\n"
                     f"  {schedule.marked(rank, index)}"

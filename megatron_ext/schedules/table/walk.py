@@ -214,17 +214,19 @@ def _cycle_message(schedule: Schedule, position: dict[int, int]) -> str:
         )
         chain[rank] = action, needed
         rank = rank_for(needed.stage, needed.kind)
-    lines = ["the order of the ranks is cyclic, so these wait for each other forever:"]
+    lines = [
+        "the orders of the ranks form a cycle, so these actions wait for each other:"
+    ]
     # The ranks before the first repeated rank lead into the cycle, but are not part of it.
     for waiting_rank in list(chain)[list(chain).index(rank) :]:
         action, needed = chain[waiting_rank]
         peer = rank_for(needed.stage, needed.kind)
         blocking = schedule.rows[peer][position[peer]]
         lines.append(
-            f"  {action} of rank {waiting_rank} needs {needed}, which is behind {blocking}"
+            f"  {action} on rank {waiting_rank} needs {needed}, which comes after {blocking}"
         )
         lines.append(f"  {schedule.marked(waiting_rank, position[waiting_rank])}")
     lines.append(
-        "run every action after all that it needs, on all ranks in one common order"
+        "put every action after the actions that it needs, in an order that all ranks share"
     )
     return "\n".join(lines)

@@ -103,8 +103,8 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
     add(
         "--speed-only",
         action="store_true",
-        help="save no weights for all runs to start from: each run initializes its own weights, "
-        "and the numbers are not compared",
+        help="compare only speed and memory: each run initializes its own weights, and the numbers "
+        "are not compared",
     )
     add(
         "--dry-run",

@@ -79,7 +79,7 @@ def first_operator(
             "have other shapes; record both with equal numbers"
         )
     place = Place.parsed(places.pop())
-    where = f"in the {place.direction} of {place.module}"
+    where = f"in the {place.direction} pass of {place.module}"
     # Compare rank by rank, because each rank holds a different shard of the module.
     num_pairs = 0
     for ranks, file in sorted(first_run.items()):

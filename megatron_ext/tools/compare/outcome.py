@@ -323,7 +323,7 @@ def _verdict(rows: Sequence[Row], best: Row | None) -> str:
         return f"{reference.label} failed, so there is nothing to compare with: {reference.reason}"
     if wrong:
         parts.append(
-            f"{' and '.join(wrong)} produced other numbers than {reference.label}"
+            f"{' and '.join(wrong)} and {reference.label} produced different numbers"
         )
     if failed:
         parts.append(f"{' and '.join(failed)} failed")
@@ -331,8 +331,9 @@ def _verdict(rows: Sequence[Row], best: Row | None) -> str:
         pace = f"{best.label} is {best.speed:.2f} x as fast as {reference.label}"
         if is_noise(best, reference):
             pace = (
-                f"{best.label} and {reference.label} are as fast as each other: they differ by "
-                f"{100 * (best.speed - 1):.1f} %, rounds of one by {_noise_text(best, reference)}"
+                f"{best.label} and {reference.label} are equally fast: they differ by "
+                f"{100 * (best.speed - 1):.1f} %, and rounds of one of them by "
+                f"{_noise_text(best, reference)}"
             )
         parts.append(f"{pace}, {_numbers_text(best)}")
     else:
@@ -344,7 +345,7 @@ def _verdict(rows: Sequence[Row], best: Row | None) -> str:
                 f"nothing is faster than {reference.label}: {closest.label} is "
                 f"{closest.speed:.2f} x as fast, {_numbers_text(closest)}"
             )
-    return f"{'; '.join(parts) or 'no run has ended'}."
+    return f"{'; '.join(parts) or 'no run has finished'}."
 
 
 def _verdict_of_itself(rows: Sequence[Row]) -> str:
@@ -383,7 +384,7 @@ def _numbers_text(row: Row) -> str:
     if row.judgement == "close":
         return f"with losses and gradient norms that differ by rounding ({row.reason})"
     if row.judgement == "different":
-        return f"with other losses or gradient norms ({row.reason})"
+        return f"with different losses or gradient norms ({row.reason})"
     if row.judgement == "unproven":
         return f"but its numbers prove nothing ({row.reason})"
     return f"and its numbers are not judged ({row.reason})"

@@ -389,7 +389,7 @@ class Comparison:
             if has_results:
                 print(f"Page: {self.folder / 'compare.html'}")
         if stopped_by is not None:
-            say("stopped: the answer covers the runs that have ended")
+            say("stopped: the answer covers the runs that have finished")
             return 128 + stopped_by
         return answer.code
 
@@ -448,8 +448,8 @@ class Comparison:
                 differences = run_records.deviations(reference.records[0], record)
                 if not tolerances.are_rounding(differences):
                     reason = (
-                        "that run skipped a step, lost finite numbers, or differs by more than "
-                        "rounding explains"
+                        "that run skipped a step, its numbers became infinite or NaN, or they "
+                        "differ by more than rounding explains"
                     )
             except DataError as error:
                 reason = str(error)
@@ -671,7 +671,7 @@ class Comparison:
             _read_trace(contender, trace_folder)
         step_s = outcome.median_s([record])
         duration = (
-            "no step counts" if step_s is None else f"{1e3 * step_s:.1f} ms a step"
+            "no step counts" if step_s is None else f"{1e3 * step_s:.1f} ms per step"
         )
         counter.end(f"{duration}, {len(record.steps)} steps")
 

@@ -66,7 +66,8 @@ class Promise:
 
 
 REASONS = {
-    "dropout": "dropout draws other masks; add --hidden-dropout 0 --attention-dropout 0 to judge",
+    "dropout": "dropout draws different masks; add --hidden-dropout 0 --attention-dropout 0 to "
+    "judge",
     "flags": "Megatron's flags differ, so sums may be accumulated in a different order",
     "lengths": "--pipeline-balance sums over micro-batches in another order",
     "slices": "slices sum over the tokens of a micro-batch in another order",

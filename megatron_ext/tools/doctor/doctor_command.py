@@ -25,9 +25,9 @@ def add_subcommand(subparsers: Any) -> None:
         help="check this machine, or all hosts of a hostfile",
         usage="megatron-ext doctor [options] [-- pretrain_gpt.py FLAGS...]",
         description="Check versions, patches, device, memory and RDMA of this machine. With "
-        "--hostfile, also check every host. With flags of a training after --, report what is "
-        "rejected, known to hang, does not fit or leaves devices idle, and suggest better flags. "
-        "Exit code 1 if any check is a FAIL.",
+        "--hostfile, also check every host. With a training's flags after --, report flags that "
+        "are rejected, are known to hang, do not fit into memory or leave devices idle, and "
+        "suggest better ones. Exit code 1 if any check is a FAIL.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

@@ -204,25 +204,27 @@ def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
     rank_bytes = arena_bytes(pipeline, num_values * bytes_per_value)
     pipeline_bytes = rank_bytes * pipeline.pp
     finding = (
-        f"{rank_bytes / _MIB:.0f} MiB for each rank at most, {pipeline_bytes / _MIB:.0f} MiB for a "
+        f"at most {rank_bytes / _MIB:.0f} MiB for each rank, {pipeline_bytes / _MIB:.0f} MiB for a "
         "pipeline on one machine"
     )
     if not is_here:
-        yield Diagnosis("OK", "transport arenas", finding)
+        yield Diagnosis("OK", "message buffers", finding)
         return
     # Import here, because with --devices this module needs only the standard library.
     import psutil
 
     available = psutil.virtual_memory().available
     finding += f", {available / _MIB:.0f} MiB available here"
-    remedy = "lower the micro-batch size, or use --pipeline-transport torch, which has no arenas"
+    remedy = (
+        "lower --micro-batch-size, or use --pipeline-transport torch, which has none"
+    )
     if pipeline_bytes > available:
-        yield Diagnosis("FAIL", "transport arenas", finding, remedy)
+        yield Diagnosis("FAIL", "message buffers", finding, remedy)
     # On the CPU, the model and its activations use the same memory.
     elif pipeline_bytes > available // 2:
-        yield Diagnosis("WARN", "transport arenas", finding, remedy)
+        yield Diagnosis("WARN", "message buffers", finding, remedy)
     else:
-        yield Diagnosis("OK", "transport arenas", finding)
+        yield Diagnosis("OK", "message buffers", finding)
 
 
 def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:

@@ -35,16 +35,16 @@ class Failure:
     def __str__(self) -> str:
         how = f"ended with exit code {self.code}"
         if self.code < 0:
-            how = f"was ended by {_signal_name(-self.code)}"
+            how = f"was killed by {_signal_name(-self.code)}"
         if self.cause is None:
             return f"{self.host}: {self.what} {how}{self.note}"
         reason = self.cause.reason
         # The watchdog's reason starts with these words (`tracing/hang.py`).
         blamed = f"{self.what} holds the job up: "
         if self.cause.kind == "stopped":
-            how = "stands still"
+            how = "makes no progress"
         elif self.cause.kind == "left":
-            how = "left with exit code 0"
+            how = "exited early with exit code 0"
         elif reason.startswith(blamed):
             how, reason = "holds the job up", reason.removeprefix(blamed)
         when = ""

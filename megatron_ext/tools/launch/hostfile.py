@@ -105,9 +105,9 @@ def read(path: Path) -> tuple[Host, ...]:
         # Some editors on Windows write a byte order mark.
         return parse(read_text(path, _MAX_BYTES).removeprefix("\ufeff"), str(path))
     except OSError as error:
-        why = f"cannot be read: {error.strerror}; give one host on a line"
+        why = f"cannot be read: {error.strerror}; give a file with one host per line"
     except UnicodeDecodeError:
-        why = "is not text (UTF-8); write one host on a line"
+        why = "is not text (UTF-8); write one host per line"
     raise LaunchError(f"the hostfile {path} {why}")
 
 
@@ -138,7 +138,7 @@ def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
             raise LaunchError(f"{source}:{number}: {error}") from None
         hosts.append(host)
     if not hosts:
-        raise LaunchError(f"{source} names no host; write one host on a line")
+        raise LaunchError(f"{source} contains no host; write one host per line")
     return tuple(hosts)
 
 

@@ -161,7 +161,8 @@ def submit(
     """Submit a job to Slurm, which runs the same command line again inside an allocation."""
     if args.hostfile is not None:
         raise LaunchError(
-            "--slurm and --hostfile are both given; Slurm chooses the hosts"
+            "--slurm and --hostfile are both given, but Slurm chooses the hosts; leave out "
+            "--hostfile"
         )
     options = [word for word in words if word not in ("--dry-run", "--")]
     line = [*slurm.without_values(options), "--", *command]

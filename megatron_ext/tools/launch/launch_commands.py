@@ -77,7 +77,7 @@ def add_subcommands(subparsers: Any) -> None:
         usage="megatron-ext launch [--hostfile FILE | --slurm OPTIONS] [options] -- SCRIPT.py "
         "FLAGS...",
         description="Start torchrun on this machine, or on every host through ssh or Slurm's "
-        "srun, show the logs, and end the job on all hosts as soon as one part of it fails or "
+        "srun, show the logs, and stop the job on all hosts as soon as one part of it fails or "
         "Ctrl-C is pressed.",
     )
     add_hosts(parser)
@@ -132,8 +132,8 @@ def add_subcommands(subparsers: Any) -> None:
     add(
         "--raw",
         action="store_true",
-        help="show every line of the ranks (default for Megatron's scripts, pretrain_*.py: one "
-        "short line for each stage of the start and each logged step, and the errors)",
+        help="show every line that the ranks print (default for Megatron's scripts, pretrain_*.py: "
+        "a short line for each phase of the start and each logged step, and the errors)",
     )
     add(
         "--show",
@@ -149,8 +149,8 @@ def add_subcommands(subparsers: Any) -> None:
     parser.set_defaults(run=_run)
     for name, text in (
         ("stop", "stop a running job"),
-        ("status", "show what runs where, and where its logs are"),
-        ("logs", "show the end of a job's logs"),
+        ("status", "show a job's state, and its processes and logs on each host"),
+        ("logs", "show the last lines of a job's logs"),
     ):
         parser = subparsers.add_parser(
             name, help=text, description=f"{text.capitalize()}."

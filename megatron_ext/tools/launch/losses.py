@@ -109,13 +109,13 @@ class Losses:
 
     def _outlook(self, loss: Loss) -> str:
         if loss.exit_code == _USER_ERROR:
-            return "its replacement would fail too, so the job ends"
+            return "its replacement would fail too, so the job stops"
         if loss.is_early:
-            return "no rank can replace it before all ranks have met, so the job ends"
+            return "no rank can replace it before all ranks have met, so the job stops"
         num_left = self.reserve - len(self.items)
         if num_left < 0:
-            return f"only {self.reserve} ranks were in reserve, so the job ends"
-        return f"{num_left} of {self.reserve} ranks in reserve are left"
+            return f"only {self.reserve} ranks were in reserve, so the job stops"
+        return f"{num_left} of {self.reserve} ranks remain in reserve"
 
     def note_restart(self, num_lost: int) -> None:
         """Record that the ranks restart without the first `num_lost` lost ranks."""

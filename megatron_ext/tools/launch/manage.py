@@ -80,8 +80,8 @@ def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
         and (state := slurm.state(run_id)) is not None
     ):
         raise LaunchError(
-            f"Slurm's job {run_id} is {state} and has started nothing yet; wait for it, or end it "
-            f"with `scancel {run_id}`"
+            f"Slurm's job {run_id} is {state} and has started nothing yet; wait for it, or cancel "
+            f"it with `scancel {run_id}`"
         )
     plan = _plan_of(record, run_id)
     reached_by = plan.flags_to_reach()
@@ -91,7 +91,7 @@ def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
         say(
             f"the job was launched with "
             f"{line_of(shlex.join(reached_by) or 'the default ssh and Python')}; if hosts do not "
-            f"answer, use the same here"
+            f"answer, use the same flags here"
         )
     return plan
 
@@ -162,7 +162,7 @@ def _state_of(run_id: str, launcher: psutil.Process | None) -> str:
     if result is None:
         machine = (runs.load(run_id, "launcher") or {}).get("machine")
         if machine in (None, socket.gethostname()):
-            return "the launcher has ended without a result"
+            return "the launcher has exited without a result"
         return line_of(f"no result yet; the launcher runs on {machine}")
     if result.get("exit_code") == 0:
         return "succeeded (exit code 0)"

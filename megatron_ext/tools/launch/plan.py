@@ -544,7 +544,7 @@ class JobPlan:
         return (
             f"{hosts}, {self.world_size} ranks{reserve}: TP {sizes.tensor}, PP {sizes.pipeline}, "
             f"CP {sizes.context}, DP {sizes.data_parallel(self.world_size)}"
-            + (", forward and backward apart" if sizes.forward else "")
+            + (", separate forward and backward ranks" if sizes.forward else "")
             + (f"; {batch} samples per step" if batch is not None else "")
         )
 

@@ -113,8 +113,8 @@ def _what_was_left(answer: Json | str, hello: Json) -> str:
     if answer["agent"]:
         return "; its agent was still there and has been stopped"
     return (
-        f"; the agent (pid {hello['pid']}) died; {answer['killed']} processes of the job were left "
-        f"and have been killed"
+        f"; the agent (pid {hello['pid']}) died; {answer['killed']} remaining processes of the job "
+        f"have been killed"
     )
 
 

@@ -179,12 +179,12 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
     traced_run = _TracedRun(run, schedule)
     if traced_run.fixed_bytes is None:
         notes.append(
-            "memory is not predicted: no rank recorded the activations that a forward keeps"
+            "memory is not predicted: no rank recorded the activations that a forward pass keeps"
         )
         if memory_gib is not None:
             raise DataError(
-                f"{run.directory}: no rank recorded the activations that a forward keeps, which "
-                f"--memory-gib needs; leave --memory-gib out"
+                f"{run.directory}: no rank recorded the activations that a forward pass keeps, "
+                f"which --memory-gib needs; leave --memory-gib out"
             )
     # Simulate every configuration, and collect the reasons why others are impossible or too large.
     predictions: list[Prediction] = []
@@ -215,7 +215,7 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
         key=lambda prediction: (prediction.step_s, prediction.memory_bytes or 0)
     )
     policy = run.settings.get("dpp_policy")
-    measured = schedule.label if policy is None else f"{schedule.label} dpp {policy}"
+    measured = schedule.label if policy is None else f"{schedule.label} with {policy}"
     shared_cpus = next(iter(run.shared_cpus.values()), None)
     # Four ranks on two CPUs took 1,025 ms per step, but the forecast was 546 ms.
     if shared_cpus is not None:
@@ -403,7 +403,7 @@ class _TracedRun:
             for costs in draws:
                 launching = replace(costs, launch=self.launch_s)
                 steps.append(simulate_dynamic(pipeline.full, policies, launching))
-            label += f" dpp {dynamic.policy}"
+            label += f" with {dynamic.policy}"
             order_flags = f" --use-dpp --dpp-policy {dynamic.policy}"
             if dynamic.extra_activations is not None:
                 order_flags += f" --dpp-extra-activations {dynamic.extra_activations}"

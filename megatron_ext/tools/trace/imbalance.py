@@ -201,7 +201,7 @@ def _sentence(group: ExpertGroup, run: Run) -> str:
     slow_rank = group.slow_rank
     ranks = ", ".join(str(rank) for rank in group.ranks)
     return (
-        f"Experts of ranks {ranks} wait {_percent(group, group.mean_ns)} of a step for each other, "
+        f"Experts on ranks {ranks} wait {_percent(group, group.mean_ns)} of a step for each other, "
         f"longest in layer {place.layer} of stage {place.stage}; rank {slow_rank} is the last in "
         f"{100 * group.share_last[slow_rank]:.0f} % of the exchanges. {_help_for(group, run)}"
     )
@@ -216,27 +216,27 @@ def _help_for(group: ExpertGroup, run: Run) -> str:
     if num_waiting:
         queue = (
             f"With {num_waiting} waiting weight gradients, "
-            f"{_percent(group, group.fillable_ns)} are left that an order could fill"
+            f"{_percent(group, group.fillable_ns)} remain that a better order could fill"
         )
     elif filled_ns >= _WORTH * group.step_ns:
         queue = (
-            "Weight gradients that wait (--pipeline-waiting-weights) would gain at most "
+            "Postponed weight gradients (--pipeline-waiting-weights) would gain at most "
             f"{_percent(group, filled_ns)}"
         )
     elif group.weights_ns:
-        queue = "Weight gradients that wait would gain less than 1 %"
+        queue = "Postponed weight gradients would gain less than 1 %"
     else:
         queue = (
-            f"{_percent(group, group.fillable_ns)} could be filled by weight gradients, which run "
-            "apart only in schedules that split backwards, such as zb-h1"
+            f"{_percent(group, group.fillable_ns)} could be filled by weight gradients, which only "
+            "schedules that split backward passes, such as zb-h1, run separately"
         )
     if group.is_persistent:
         busiest = f"rank {slow_rank} has"
         if group.share_busiest[slow_rank] < 0.5:
             busiest = "a rank, not the same in each step, has"
         return (
-            f"{queue}. No schedule cures the remaining {persistent}: {busiest} that much more work "
-            "in the whole step, which only another division of experts or tokens changes."
+            f"{queue}. No schedule can remove the remaining {persistent}: {busiest} that much more "
+            "work in the whole step, which only another division of experts or tokens changes."
         )
     return f"{queue}; an even division of experts gains {persistent} more."
 

@@ -49,15 +49,15 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
     schedule = run.schedule
     if schedule is not None and schedule.placement.twin_hops:
         raise DataError(
-            f"{run.directory}: under {schedule.name}, stages run micro-batches that their twin has "
-            "read; trace another schedule to measure the cost of a length"
+            f"{run.directory}: under {schedule.name}, stages run micro-batches that another rank "
+            "has read; trace another schedule to measure the cost of a length"
         )
     slices = (1.0,) if schedule is None else schedule.slices
     points_of_stages = list(_points(run, slices).values())
     if not points_of_stages:
         raise DataError(
-            f"{run.directory} has no lengths of micro-batches; trace a schedule of this "
-            "package, and data with tokens or cu_seqlens"
+            f"{run.directory} contains no lengths of micro-batches; trace a schedule of this "
+            "package, with data that has tokens or cu_seqlens"
         )
     # A micro-batch passes through all stages, so add up the costs of the stages.
     errors: list[float] = []

@@ -60,8 +60,8 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
         times = _times_of_stage(medians_ns, stage, schedule.num_slices)
         if times is None:
             raise DataError(
-                f"{run.directory}: the trace has no forward and backward of stage {stage}; plans "
-                f"need the traces of all pipeline ranks, with more than one iteration"
+                f"{run.directory}: the trace lacks forward or backward passes of stage {stage}; "
+                f"trace all pipeline ranks, for more than one iteration"
             )
         stages.append(times)
     forward_s, input_s, weight_s = (sum(times) for times in zip(*stages, strict=True))
@@ -94,8 +94,8 @@ def refuse_slices_by_length(run: Run) -> None:
     if run.surveys and run.settings.get("slice_tokens"):
         raise DataError(
             f"{run.directory}: with --pipeline-slice-tokens, micro-batches differ in length and in "
-            "slices, so the trace does not show the time of a whole one; trace a run without this "
-            "flag"
+            "slices, so the trace does not show the time of a whole micro-batch; trace a run "
+            "without this flag"
         )
 
 

@@ -186,11 +186,11 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
     num_left_out = len(files) - len(by_rank)
     if num_left_out:
         notes.append(
-            f"{num_left_out} files are left out: copies, or files of an earlier run or attempt"
+            f"{num_left_out} files are left out: copies, or files from an earlier run or attempt"
         )
     num_missing = newest.num_ranks - len(by_rank)
     if num_missing > 0:
-        notes.append(f"{num_missing} of {newest.num_ranks} ranks left no trace")
+        notes.append(f"{num_missing} of {newest.num_ranks} ranks have no trace")
     return [by_rank[rank] for rank in sorted(by_rank)], notes
 
 

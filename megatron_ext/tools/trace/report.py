@@ -203,7 +203,7 @@ def _verdict(
             f"{forecast.shared_cpus}, so waits are longer than with a CPU for each rank"
         )
         answer = f"{doubt}, and links are not judged. The forecast assumes a CPU for each rank."
-        answers.append(("What to mistrust", answer))
+        answers.append(("What to treat with caution", answer))
     if slow_items:
         worst = [
             f"{item.name} ({item.factor:.1f} x the median)" for item in slow_items[:3]

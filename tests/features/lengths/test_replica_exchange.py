@@ -282,7 +282,7 @@ def _ask_one_that_left() -> str:
 def test_a_replica_that_left_is_told() -> None:
     said, _ = run_ranks(2, _ask_one_that_left)
     assert said.startswith(
-        "--pipeline-balance pack: ranks 0, 1 could not exchange what their micro-batches cost: "
+        "--pipeline-balance pack: ranks 0, 1 could not exchange the costs of their micro-batches: "
     )
     assert len(said.splitlines()) == 1
 

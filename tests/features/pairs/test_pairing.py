@@ -162,8 +162,8 @@ def test_backwards_are_split_inside_pairs() -> None:
 @pytest.mark.parametrize(
     ("pairs", "rule"),
     [
-        ((frozenset({0}), frozenset()), "a pair is a forward and the backward"),
-        ((frozenset(), frozenset({0})), "both are of one micro-batch"),
+        ((frozenset({0}), frozenset()), "a pair is an F and the B or I right after it"),
+        ((frozenset(), frozenset({0})), "both are for one micro-batch"),
         ((frozenset({1}), frozenset()), None),
     ],
 )
@@ -183,7 +183,7 @@ def test_pairs_that_wait_for_each_other_are_a_cycle() -> None:
     validate(two_ranks(*rows, pairs=()))
     schedule = two_ranks(*rows, pairs=(frozenset({1}), frozenset({1})))
     with pytest.raises(
-        ScheduleError, match="0B0 of rank 0 needs 1B0, which is behind 1F1"
+        ScheduleError, match="0B0 on rank 0 needs 1B0, which comes after 1F1"
     ):
         validate(schedule)
 

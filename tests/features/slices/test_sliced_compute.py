@@ -999,7 +999,7 @@ def train_bert(flags: str) -> None:
 def test_other_models_are_refused(tmp_path: Path) -> None:
     flags = f"{bert_flags(tmp_path)}{PP2}{SLICES}--pipeline-schedule 1f1b "
     require_training("pretrain_bert.py")
-    with pytest.raises(RanksFailed, match="slices are for a GPTModel with causal"):
+    with pytest.raises(RanksFailed, match="slices need a GPTModel with Megatron's or"):
         run_ranks(2, train_bert, flags)
 
 
@@ -1039,7 +1039,7 @@ def test_attention_to_later_tokens_a_fused_softmax_and_padding_are_refused() -> 
     [(fused, later, padded)] = run_ranks(1, wrong_layers)
     assert "padding_mask of GPTModel's forward cannot be used in slices" in padded
     assert (
-        "not for the fused softmax in 16 bits, which requires as many queries as keys"
+        "not the fused softmax in 16 bits, which requires as many queries as keys"
         in fused
     )
     assert "not for attention to later tokens; leave the slices out" in later

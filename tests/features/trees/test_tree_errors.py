@@ -105,7 +105,7 @@ def _break(mistake: str) -> None:
         ),
         (
             "recomputed otherwise",
-            "route 'x': published (2, 3) of torch.float32 in the forward, but (1, 3) of",
+            "route 'x': published (2, 3) of torch.float32 in the forward pass, but (1, 3) of",
         ),
         (
             "gradient lost",

@@ -177,8 +177,8 @@ def test_a_cyclic_file_shows_the_cycle(tmp_path: Path) -> None:
     path.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     with pytest.raises(ScheduleError) as caught:
         table_files.load_csv(str(path))
-    assert "0B0 of rank 0 needs 1B0, which is behind 1F1" in str(caught.value)
-    assert "1F1 of rank 1 needs 0F1, which is behind 0B0" in str(caught.value)
+    assert "0B0 on rank 0 needs 1B0, which comes after 1F1" in str(caught.value)
+    assert "1F1 on rank 1 needs 0F1, which comes after 0B0" in str(caught.value)
     assert ">>0B0<<" in str(caught.value)
 
 

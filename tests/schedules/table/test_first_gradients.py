@@ -35,7 +35,7 @@ def test_another_order_is_refused(name: str, kind: str, first: int) -> None:
     with pytest.raises(ScheduleError) as raised:
         check_first_gradients(other, 0)
     assert (
-        f"those of micro-batch {1 - first}, but its first forward is that of {first}"
+        f"those of micro-batch {1 - first}, but its first forward pass is that of {first}"
         in str(raised.value)
     )
     assert "--no-gradient-accumulation-fusion" in str(raised.value)

@@ -102,7 +102,7 @@ class Launches:
         self.failing_code = 1
         self.failing_run = 0
         """Number of a run that fails; 0: none."""
-        self.failing_reason = "localhost: rank 1 was ended by SIGKILL"
+        self.failing_reason = "localhost: rank 1 was killed by SIGKILL"
         self.failing_environment = ""
         """A variable of a run that fails."""
         self.rounded_losses: Sequence[float] = LOSSES
@@ -258,7 +258,9 @@ def test_rounds_run_to_and_fro_from_the_same_weights(
     assert not Path(weights).exists()
     shown = capsys.readouterr()
     assert shown.out.count("bit-equal") == 4
-    assert "run 7 of 7: Megatron's own, round 2: 100.0 ms a step, 5 steps" in shown.err
+    assert (
+        "run 7 of 7: Megatron's own, round 2: 100.0 ms per step, 5 steps" in shown.err
+    )
 
 
 def test_other_numbers_end_with_exit_code_3(
@@ -286,7 +288,7 @@ def test_a_killed_rank_is_said_and_the_other_runs_go_on(
     assert compare(monkeypatch, *words) == code
     assert len(launches.words) == 6, "a contender that has failed does not run again"
     shown = capsys.readouterr().out
-    assert "gpipe: round 1: localhost: rank 1 was ended by SIGKILL" in shown
+    assert "gpipe: round 1: localhost: rank 1 was killed by SIGKILL" in shown
     assert "\ngpipe failed; " in shown
 
 
@@ -383,7 +385,7 @@ def test_ctrl_c_keeps_what_was_measured_and_removes_the_weights(
     assert [len(row["rounds"]) for row in answer["runs"]] == num_rounds
     assert [row["judgement"] for row in answer["runs"]] == ["reference", "equal"]
     shown = capsys.readouterr()
-    assert "the answer covers the runs that have ended" in shown.err
+    assert "the answer covers the runs that have finished" in shown.err
     assert "failed" not in shown.out
 
 
@@ -395,7 +397,7 @@ def test_ctrl_c_before_any_run_has_ended_names_no_failure(
     launches.stops_after = 1  # while weights are saved
     recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
     assert compare(monkeypatch, "-o", "out", "--", *recipe) == 130
-    assert "no run has ended" in capsys.readouterr().out
+    assert "no run has finished" in capsys.readouterr().out
 
 
 def test_speed_only_and_load_make_no_weights(

@@ -50,7 +50,8 @@ def test_equal_operators_are_counted(tmp_path: Path) -> None:
     )
     assert comparison.are_equal
     assert comparison.sentence == (
-        "none of the 4 operators that both runs have in the forward of decoder.layers.2 differs"
+        "none of the 4 operators that both runs have in the forward pass of decoder.layers.2 "
+        "differs"
     )
 
 
@@ -61,8 +62,8 @@ def test_the_first_that_differs_is_named(tmp_path: Path) -> None:
     )
     assert not comparison.are_equal
     assert comparison.sentence == (
-        "first operator that differs in the forward of decoder.layers.2: aten.mm -> [4, 8], number "
-        "3 of 4, differs by 0.5 of its norm"
+        "first operator that differs in the forward pass of decoder.layers.2: aten.mm -> [4, 8], "
+        "number 3 of 4, differs by 0.5 of its norm"
     )
 
 

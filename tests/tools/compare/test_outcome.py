@@ -70,7 +70,7 @@ def test_a_steady_drift_cancels(tmp_path: Path) -> None:
         speed_only=False,
     )
     assert answer.rows[1].speed == pytest.approx(1.0)
-    assert answer.keep == [] or "as fast as each other" in answer.verdict
+    assert answer.keep == [] or "equally fast" in answer.verdict
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_numbers_are_held_to_what_the_pair_promises(
     assert (answer.keep == []) == (judgement == "different")
     if judgement == "different":
         assert answer.verdict.startswith(
-            "zb-v produced other numbers than Megatron's own"
+            "zb-v and Megatron's own produced different numbers"
         )
     [difference] = [
         run["loss_difference"]
@@ -225,12 +225,12 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path) -> None:
     failed = contender(
         tmp_path, Candidate("bitpipe", ("--enable-bitpipe-schedule",)), rounds=(0.1,)
     )
-    failed.failure = "round 2: localhost: rank 1 was ended by SIGKILL"
+    failed.failure = "round 2: localhost: rank 1 was killed by SIGKILL"
     answer = judge([own(tmp_path), contender(tmp_path), failed], speed_only=False)
     assert answer.code == FAILED
     assert answer.rows[2].step_s == pytest.approx(0.1)
     assert answer.keep == ["--pipeline-schedule", "zb-v"]
-    assert "bitpipe: round 2: localhost: rank 1 was ended by SIGKILL" in answer_text(
+    assert "bitpipe: round 2: localhost: rank 1 was killed by SIGKILL" in answer_text(
         answer
     )
 

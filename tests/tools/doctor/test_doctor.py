@@ -357,6 +357,6 @@ def test_the_memory_that_messages_take(samples: int, level: str) -> None:
         f.check: f for f in check_training([*flags, "--pipeline-transport", "shm"])
     }
     assert found["training"].level == "OK"
-    assert found["transport arenas"].level == level
-    assert found["transport arenas"].remedy or level == "OK"
-    assert "transport arenas" not in {f.check for f in check_training(flags)}
+    assert found["message buffers"].level == level
+    assert found["message buffers"].remedy or level == "OK"
+    assert "message buffers" not in {f.check for f in check_training(flags)}

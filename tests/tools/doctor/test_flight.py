@@ -196,7 +196,7 @@ def test_the_precision_of_the_flags_counts() -> None:
         steps.append(float(re.search(r"([\d.]+) s per step", found)[1]))  # type: ignore[index]
     assert steps == sorted(set(steps), reverse=True)
     lacking = flight(ONE.format(64) + "--fp4-format e2m1")["layout"]
-    assert str(lacking) == "FAIL layout: h100 has no products in 4 bits; use fp8"
+    assert str(lacking) == "FAIL layout: h100 has no 4-bit matrix products; use fp8"
 
 
 @LISTED
@@ -229,7 +229,7 @@ def test_messages_of_other_devices_are_not_compared_with_the_memory_here(
 ) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)  # the standard library is enough
     flags = DEVICE + "--pipeline-schedule zb-h1 --pipeline-transport shm"
-    assert flight(flags)["transport arenas"].finding.endswith(
+    assert flight(flags)["message buffers"].finding.endswith(
         "MiB for a pipeline on one machine"
     )
 

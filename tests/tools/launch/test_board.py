@@ -58,7 +58,7 @@ def test_a_loss_and_the_next_step_reach_the_first_host(
     other.take_turn()
     first.take_turn()
     assert [loss.rank for loss in losses.items] == [2]
-    assert "1 of 2 ranks in reserve are left" in said[-1]
+    assert "1 of 2 ranks remain in reserve" in said[-1]
     first.note_restart(1)  # rank 0 runs on the first host
     first.take_turn()
     other.take_turn()

@@ -148,7 +148,7 @@ def test_upstreams_script_trains_on_two_hosts_and_ends_when_a_rank_is_killed(
         os.kill(rank, signal.SIGKILL)
         text = job.communicate(timeout=watch.left_s())[0]
         watch.tell("rank of upstream's script")
-        assert f"failed first: {ADDRESSES[1]}: rank 1 was ended by SIGKILL" in text
+        assert f"failed first: {ADDRESSES[1]}: rank 1 was killed by SIGKILL" in text
         assert not marked(run_id, 0) | marked(run_id, 1)
         assert job.returncode == 137
     finally:
@@ -223,12 +223,12 @@ def test_whatever_is_killed_all_of_it_ends_and_a_neighbour_does_not(
         )
         died = {
             "agent": f"failed first: {ADDRESSES[1]}: the connection to the agent",
-            "torchrun": f"failed first: {ADDRESSES[1]}: torchrun was ended by SIGKILL",
-            "rank": f"failed first: {ADDRESSES[1]}: rank {last} was ended by SIGKILL",
+            "torchrun": f"failed first: {ADDRESSES[1]}: torchrun was killed by SIGKILL",
+            "rank": f"failed first: {ADDRESSES[1]}: rank {last} was killed by SIGKILL",
         }
         if victim == "launcher":
             status = hosts.run("status", run_id, "--ssh-cmd", hosts.ssh).stdout
-            assert status.startswith("the launcher has ended without a result\n")
+            assert status.startswith("the launcher has exited without a result\n")
             assert status.count("(the launcher exited)") == 2, status
         else:
             assert died[victim] in text
@@ -323,7 +323,7 @@ def test_a_rank_on_another_host_stands_in_for_a_lost_one(hosts: Cluster) -> None
         if job.poll() is None:
             job.terminate()
             job.communicate(timeout=60)
-    assert "rank 0 was lost (SIGKILL): 0 of 1 ranks in reserve are left" in text
+    assert "rank 0 was lost (SIGKILL): 0 of 1 ranks remain in reserve" in text
     restart = text.index("restart 1 in the same processes")
     # Local checkpoints are saved in each step.
     last_before = re.findall(r"iteration +(\d+)/", text[:restart])[-1]

@@ -50,8 +50,8 @@ def test_every_key() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "hosts names no host; write one host on a line"),
-        ("# only a comment\n", "names no host"),
+        ("", "hosts contains no host; write one host per line"),
+        ("# only a comment\n", "contains no host"),
         ("a\nb\na\n", "hosts:3: host a is already in line 1"),
         ("a\nA", "hosts:2: host A is already in line 1"),
         ("10.0.0.1\nb addr=10.0.0.1", "hosts:2: host b is already in line 1"),

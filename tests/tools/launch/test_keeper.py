@@ -78,7 +78,7 @@ def test_a_lost_rank_ends_no_other(tmp_path: Path) -> None:
     done, folder = keep(tmp_path, 1, "goes on", "killed", "goes on")
     assert done.returncode == 0, done.stderr
     assert (
-        "\x1e1 megatron_ext: rank 1 was lost (SIGKILL): 0 of 1 ranks in reserve are left"
+        "\x1e1 megatron_ext: rank 1 was lost (SIGKILL): 0 of 1 ranks remain in reserve"
         in (done.stdout)
     )
     assert "\x1e0  iteration        4/" in done.stdout
@@ -112,7 +112,7 @@ def test_more_losses_than_reserves_end_the_job_with_the_first_cause(
     failure = json.loads((folder / "failure.json").read_text())
     assert failure["rank"] == losses[0]["rank"]
     assert done.returncode in (7, 128 + signal.SIGKILL)
-    assert "so the job ends" in done.stdout
+    assert "so the job stops" in done.stdout
 
 
 def test_a_loss_before_all_ranks_have_met_ends_the_job_at_once(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ ROLES = ("--forward-backward-disaggregating", *SAVED)
     [
         ("a\na", ("--", "job.py"), "hosts:2: host a is already in line 1"),
         ("a slots=x", ("--", "job.py"), "hosts:1: slots is 'x'"),
-        ("", ("--", "job.py"), "hosts names no host"),
+        ("", ("--", "job.py"), "hosts contains no host"),
         ("a:1", (), "nothing to run; name a script after --"),
         ("a:1", ("--", "hostname"), "hostname is not a Python script"),
         ("a:1\nb:2", ("--", "job.py"), "different numbers of processes (a 1, b 2)"),

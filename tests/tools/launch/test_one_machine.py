@@ -126,7 +126,7 @@ def test_a_stopped_rank_is_named_and_not_one_that_waited_for_it() -> None:
     assert done.returncode == 1
     end = done.stderr.splitlines()[-1]
     assert re.search(
-        r"failed first: localhost: rank 1 stands still: its process \d+ is stopped, by SIGSTOP",
+        r"failed first: localhost: rank 1 makes no progress: its process \d+ is stopped, by SIG",
         end,
     ), done.stderr
 
@@ -182,7 +182,9 @@ def test_a_killed_keeper_is_named_and_its_ranks_end() -> None:
     done = run_package(*KEPT)
     assert done.returncode == 128 + signal.SIGKILL
     end = done.stderr.splitlines()[-1]
-    told = "failed first: localhost: the keeper of the ranks was ended by SIGKILL; logs"
+    told = (
+        "failed first: localhost: the keeper of the ranks was killed by SIGKILL; logs"
+    )
     assert told in end, done.stderr
     process_ids = [int(path.read_text()) for path in Path().glob("*.pid")]
     assert len(process_ids) == 3
@@ -213,7 +215,7 @@ def test_a_job_that_is_killed_leaves_no_sockets_of_its_workers(tmp_path: Path) -
         "pretrain_workers.py",
         TMPDIR=str(tmp_path / "temporary"),
     )
-    assert "failed first: localhost: rank 0 was ended by SIGKILL; " in done.stderr
+    assert "failed first: localhost: rank 0 was killed by SIGKILL; " in done.stderr
     assert list((tmp_path / "temporary").iterdir()) == []
 
 

@@ -155,7 +155,7 @@ def test_flags_of_the_environment_count() -> None:
         "half of the ranks only forward"
     )
     assert plan.command[-3:] == ("--node-ips", "10.0.0.1", "10.0.0.2")
-    assert "DP 1, forward and backward apart" in plan.summary()
+    assert "DP 1, separate forward and backward ranks" in plan.summary()
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ def test_a_process_that_was_killed_explains_those_that_missed_it() -> None:
     also = Failure("c", "rank 7", -6, at=10.5)
     assert first_failure([missed, also, killed]) is killed
     assert first_failure([missed, Failure("a", "rank 1", 1, at=9.0)]).what == "rank 1"
-    assert str(killed) == "b: rank 5 was ended by SIGKILL"
+    assert str(killed) == "b: rank 5 was killed by SIGKILL"
     assert (
-        str(replace(killed, code=-40)) == "b: rank 5 was ended by signal 40"
+        str(replace(killed, code=-40)) == "b: rank 5 was killed by signal 40"
     )  # a real-time one
 
 
@@ -63,9 +63,9 @@ def test_the_cause_of_a_failure_is_told_with_its_iteration_and_words() -> None:
     ]
     assert told == [
         "b: rank 5 ended with exit code 1 in iteration 3: ValueError: no",
-        "b: rank 5 stands still in iteration 3: its process",
+        "b: rank 5 makes no progress in iteration 3: its process",
         "b: rank 5 holds the job up in iteration 2: rank 0 waits for it",
-        "b: rank 5 left with exit code 0 in iteration 2: sys.exit() at a.py:3",
+        "b: rank 5 exited early with exit code 0 in iteration 2: sys.exit() at a.py:3",
     ]
     alone = str(first_failure([failed], last_iteration=2))
     assert alone == "b: rank 5 ended with exit code 1 after iteration 2: ValueError: no"
@@ -176,7 +176,7 @@ def test_a_job_that_keeps_going_outlives_a_killed_keeper_of_another_host(
     watch = _watch_of_three_hosts(reserve=0, num_reserve_hosts=1)
     watch._end_host(1, killed)
     assert not watch.failures
-    told = "b: the keeper of the ranks was ended by SIGKILL: ranks 1 to 1 are lost"
+    told = "b: the keeper of the ranks was killed by SIGKILL: ranks 1 to 1 are lost"
     assert told in capfd.readouterr().err
     watch._end_host(0, _ended(137))
     assert sorted(watch.failures) == [0, 1]

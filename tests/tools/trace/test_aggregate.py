@@ -166,7 +166,7 @@ def test_missing_ranks_other_lengths_and_a_trailing_slash(tmp_path: Path) -> Non
         "aggregate", "--benchmark_dir", f"{directory}/"
     )  # the other name
     assert done.returncode == 0, done.stderr
-    assert "1 of 4 ranks left no trace" in done.stderr
+    assert "1 of 4 ranks have no trace" in done.stderr
     assert "ranks recorded between" in done.stderr
     events = json.loads((directory / f"{directory.name}-aggregated.json").read_text())
     assert {e["pid"] for e in events if "pid" in e} == {0, 2, 3}
@@ -201,7 +201,7 @@ def test_files_of_an_earlier_attempt_do_not_count(
         trace_of(folder, rank).write_text(text)
     run = read_run(folder)
     assert [survey.header.rank for survey in run.surveys] == ranks
-    left_out = "1 files are left out: copies, or files of an earlier run or attempt"
+    left_out = "1 files are left out: copies, or files from an earlier run or attempt"
     assert (left_out in run.notes) == (len(ranks) == 2)
 
 

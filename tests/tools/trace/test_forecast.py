@@ -44,7 +44,11 @@ def test_predictions_are_simulations_with_the_costs_of_the_trace(
     step_s = found["interleaved chunks=2"].step_s
     assert step_s == pytest.approx(interleaved + OUTSIDE_S, rel=1e-4)
     assert found["1f1b"].all_to_all_hidden is None, "no exchange was traced"
-    assert {"1f1b dpp hint", "1f1b dpp breadth-first", "zb-v chunks=2"} <= found.keys()
+    assert {
+        "1f1b with hint",
+        "1f1b with breadth-first",
+        "zb-v chunks=2",
+    } <= found.keys()
     steps = [p.step_s for p in found.values()]
     assert steps == sorted(steps)
 
@@ -131,7 +135,7 @@ def test_exchanges_of_experts_tell_what_pairs_hide(tmp_path: Path) -> None:
         assert plain.all_to_all_hidden == 0
         flag = "--overlap-moe-expert-parallel-comm"
         assert (flag in paired.flags, flag in plain.flags) == (True, False)
-    dynamic = found["zb-v chunks=2 pairs=True dpp hint"].all_to_all_hidden
+    dynamic = found["zb-v chunks=2 pairs=True with hint"].all_to_all_hidden
     assert dynamic is not None
     assert dynamic > 0.3
     assert "hidden %" in forecast.table(with_pairs)
@@ -255,8 +259,8 @@ def test_orders_that_bound_no_memory_are_marked(tmp_path: Path) -> None:
     found = forecast.predict(read_run(write_run(tmp_path)))
     bounded = {p.schedule: p.bounds_memory for p in found.predictions}
     assert bounded["1f1b"]
-    assert bounded["1f1b dpp hint"]
-    assert not bounded["1f1b dpp breadth-first"]
+    assert bounded["1f1b with hint"]
+    assert not bounded["1f1b with breadth-first"]
     table = forecast.table(found)
     marked = [line for line in table.splitlines() if line.endswith("*")]
     assert marked
@@ -283,7 +287,7 @@ def test_the_command_prints_flags_to_paste(tmp_path: Path) -> None:
     rows = json.loads(
         run_package("plan", "--trace-dir", str(directory), "--json").stdout
     )
-    [row] = [row for row in rows if row["schedule"] == "1f1b dpp hint"]
+    [row] = [row for row in rows if row["schedule"] == "1f1b with hint"]
     assert row["flags"] == (
         "--pipeline-model-parallel-size 4 --pipeline-schedule 1f1b --use-dpp --dpp-policy hint"
     )
@@ -294,7 +298,7 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="which --memory-gib needs"):
         forecast.predict(read_run(directory), 16)
     trace_of(directory, 2).unlink()
-    with pytest.raises(DataError, match="no forward and backward of stage 2"):
+    with pytest.raises(DataError, match="lacks forward or backward passes of stage 2"):
         forecast.predict(read_run(directory))
     (directory / SCHEDULE_FILE).unlink()
     with pytest.raises(DataError, match=r"has no schedule\.json"):

@@ -118,7 +118,10 @@ def test_tensor_parallel_ranks_count_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"sizes": ()}, "has no lengths of micro-batches; trace a schedule of this"),
+        (
+            {"sizes": ()},
+            "contains no lengths of micro-batches; trace a schedule of this",
+        ),
         (
             {"settings": {"slice_tokens": 8}},
             "with --pipeline-slice-tokens, .* trace a run without",
@@ -142,7 +145,7 @@ def test_mirrored_pipelines_are_refused(tmp_path: Path) -> None:
         table_files.json_text(generate("bitpipe", 4, 8))
     )
     with pytest.raises(
-        DataError, match="under bitpipe, stages run micro-batches that their twin"
+        DataError, match="under bitpipe, stages run micro-batches that another"
     ):
         measured_length_cost(read_run(folder))
 

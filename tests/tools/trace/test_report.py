@@ -86,7 +86,7 @@ def test_a_browser_shows_the_page_and_zooms(tmp_path: Path, dark: bool) -> None:
     assert seen["causesfirst"] == "input of rank 1|134.0|9.7 %"
     assert seen["ranksfirst"] == "rank 0 (pp 0)||240.0|106.0|30.6 %|19.0|4|0.00|12.5 %"
     assert seen["forecastfirst"].startswith(
-        "bitpipe order=paper dpp hint|266.0|2.8 %||--pipeline"
+        "bitpipe order=paper with hint|266.0|2.8 %||--pipeline"
     )
     assert seen["cards"] == "365.0 ms|346.0 ms|30.6 %|346.0 ms|30.6 %|12.5 %|0.00 GiB|4"
     assert int(seen["colours"]) > 5
@@ -157,7 +157,7 @@ def test_the_page_begins_with_a_verdict(tmp_path: Path) -> None:
     shown = content(report.page(run))
     verdict = dict(shown["verdict"])
     assert list(verdict) == [
-        "Where the time goes", "What to run", "What to mistrust", "What is slow",
+        "Where the time goes", "What to run", "What to treat with caution", "What is slow",
     ]  # fmt: skip
     found = forecast.predict(run)
     best, modest = found.recommended
@@ -177,7 +177,7 @@ def test_the_page_begins_with_a_verdict(tmp_path: Path) -> None:
     assert set(schedules) == set(registered()), "each schedule, however many are faster"
     [own] = [p for p in found.predictions if p.schedule == "1f1b"]
     assert f"{own.step_s / best.step_s:.2f} x as fast" in verdict["What to run"]
-    assert verdict["What to mistrust"].startswith(
+    assert verdict["What to treat with caution"].startswith(
         "4 ranks shared 2 CPUs, so waits are longer"
     )
     assert verdict["What is slow"] == "rank 2 (1.5 x the median)."
