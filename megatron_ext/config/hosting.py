@@ -25,7 +25,6 @@ from megatron_ext.config.completion import completed
 from megatron_ext.config.cut import UserCut
 from megatron_ext.config.flags import MEGATRON_FIELDS
 from megatron_ext.config.incompatible import RULES
-from megatron_ext.config.pipeline_config import AUTO
 from megatron_ext.config.refusals import Preflight
 from megatron_ext.config.required_flags import missing_flags
 from megatron_ext.config.restarts import check_restart, place_local_checkpoints
@@ -605,7 +604,7 @@ def _check_settings(
     incompatible.imply(answer, config, args)
     for subject, rules in incompatible.rules_of(config, table, args):
         answer.refusals += incompatible.refusals(subject, args, rules)
-    _check_slice_tokens(answer, args, config)
+    answer.refusals += incompatible.slice_token_refusals(config, args)
     seq_length = getattr(args, "seq_length", None)
     if table is not None and table.num_slices > 1 and seq_length:
         with answer.collecting("slices"):
@@ -617,22 +616,6 @@ def _check_settings(
                 divisor = args.tensor_model_parallel_size
             token_bounds(even, seq_length, divisor)
     return args
-
-
-def _check_slice_tokens(
-    answer: Preflight, args: Namespace, config: PipelineConfig
-) -> None:
-    """Reject slices by length that tensor-parallel ranks cannot divide."""
-    tokens = config.slice_tokens
-    if tokens in (None, AUTO) or not getattr(args, "sequence_parallel", False):
-        return
-    divisor = args.tensor_model_parallel_size
-    with answer.collecting("slice_tokens"):
-        if tokens < divisor:
-            raise ScheduleError(
-                f"--pipeline-slice-tokens {tokens}: {divisor} tensor-parallel ranks divide each "
-                f"slice (--sequence-parallel); use --pipeline-slice-tokens {divisor} or more"
-            )
 
 
 def _give_roles(

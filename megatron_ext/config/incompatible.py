@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices, feature_list
@@ -20,6 +21,7 @@ from megatron_ext.config.roles import profiles_with_torch
 from megatron_ext.config.stages import chooser
 from megatron_ext.errors import ArgumentsError, ScheduleError, reworded
 from megatron_ext.rules import Rule, read_rules
+from megatron_ext.schedules.table.slices import MAX_SLICES
 from megatron_ext.upstream.signatures import parameters
 
 if TYPE_CHECKING:
@@ -317,6 +319,7 @@ def rules_of(
         ("balance", "balance", config.balance != "off"),
         ("slices", "slices", config.slices > 1),
         ("slice_tokens", "slices", config.slice_tokens is not None),
+        ("slice_tokens", "slices_by_length", config.slice_tokens is not None),
         ("variable_seq_lengths", "lengths", config.variable_seq_lengths),
         (
             "variable_seq_lengths",
@@ -362,6 +365,42 @@ def flag_of(args: Namespace, config: PipelineConfig, field: str) -> str:
         "waiting_weights": str(config.waiting_weights),
     }
     return with_flags(field, values.get(field, ""))
+
+
+def slice_token_refusals(config: PipelineConfig, args: Namespace) -> list[Refusal]:
+    """Return a refusal for each reason why slices by length would have too few tokens."""
+    num_tokens = config.slice_tokens
+    if not isinstance(num_tokens, int):  # None or auto
+        return []
+    subject = flag_of(args, config, "slice_tokens")
+    # [reason] -> the least number of tokens
+    least_by_reason: dict[str, int] = {}
+    if getattr(args, "sequence_parallel", False):
+        num_ranks = args.tensor_model_parallel_size
+        reason = (
+            f"{num_ranks} tensor-parallel ranks divide each slice (--sequence-parallel)"
+        )
+        least_by_reason[reason] = num_ranks
+    seq_length = getattr(args, "seq_length", None)
+    if seq_length:
+        num_slices = ceil(seq_length / num_tokens)
+        reason = (
+            f"--seq-length={seq_length} would have {num_slices} slices, but a micro-batch can have "
+            f"only {MAX_SLICES}"
+        )
+        least_by_reason[reason] = ceil(seq_length / MAX_SLICES)
+    refused = []
+    for reason, least in least_by_reason.items():
+        if num_tokens < least:
+            refused.append(
+                Refusal(
+                    "slice_tokens",
+                    f"{subject}: {reason}",
+                    f"use --pipeline-slice-tokens={least} or more",
+                    ScheduleError,
+                )
+            )
+    return refused
 
 
 def dropped(pipeline: Pipeline) -> tuple[Rule, ...]:
@@ -583,6 +622,8 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
     for subject, rules in groups:
         for refusal in refusals(subject, args, rules):
             lines.append(refusal.worded(in_objects))
+    for refusal in slice_token_refusals(config, args):
+        lines.append(refusal.worded(in_objects))
     if lines:
         raise ArgumentsError("\n".join(lines))
 

@@ -96,6 +96,12 @@ CASES: dict[str, tuple[str, list[str]]] = {
         "--microbatch-rng ",
         ["--cuda-graph-impl local", "--overlap-moe-expert-parallel-comm"],
     ),
+    "slices_by_length": (
+        "--pipeline-schedule zb-h1 --pipeline-slice-tokens 64 --transformer-impl local ",
+        [
+            "--num-experts 64 --expert-model-parallel-size 4",
+        ],
+    ),
     "chosen": (
         "--use-dpp ",
         [
@@ -217,6 +223,11 @@ OTHERS = [
         "--pipeline-slices 4 --transformer-impl local --pipeline-schedule zb-h1 "
         "--pipeline-balance order"
     ),
+    "--pipeline-slice-tokens 63 --transformer-impl local --pipeline-schedule zb-h1",
+    (
+        "--pipeline-slice-tokens 64 --transformer-impl local --pipeline-schedule zb-h1 "
+        "--sequence-parallel --tensor-model-parallel-size 128 --world-size 512"
+    ),
     "--pipeline-schedule zb-h1 --pipeline-waiting-weights 2 --transformer-impl local",
     (
         f"--pipeline-schedule 1f1b {EXPERTS}--overlap-moe-expert-parallel-comm --bf16 "
@@ -301,7 +312,7 @@ def pasted(
     ]
     for way in re.split(
         r",? or (?=use |leave |add |--)",
-        re.sub(r", (which|such as) [^,;]*", "", remedy),
+        re.sub(r", (which|such as) [^,;]*| or more$", "", remedy),
     ):
         if way == "leave one of them out":
             for flag in [

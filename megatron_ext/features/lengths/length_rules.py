@@ -1,4 +1,4 @@
-"""Megatron settings that require micro-batches to run in data order."""
+"""Megatron settings that exclude micro-batches whose order or slices depend on their lengths."""
 
 from __future__ import annotations
 
@@ -12,5 +12,11 @@ TEXTS = {
             --moe-router-load-balancing-type=aux_loss or seq_aux_loss
         perform_rl_step
             Megatron's RL distributes its own samples; leave one of them out""",
+    # For micro-batches that each replica cuts by its own lengths.
+    "slices_by_length": """
+        --moe-token-dispatcher-type=allgather with --expert-model-parallel-size above 1:
+        moe_token_dispatcher_type=allgather & num_experts & expert_model_parallel_size>1
+            it gathers equal numbers of tokens, but replicas cut slices of different lengths; use
+            --moe-token-dispatcher-type=alltoall""",
 }
 """Rules by group, in the notation of `megatron_ext/rules.py`."""

@@ -107,8 +107,8 @@ CASES = {
     ),
     "too many slices by length": (
         DEVICE + "--pipeline-schedule zb-h1 --pipeline-slice-tokens 1 --transformer-impl local "
-        "--no-masked-softmax-fusion", "slices", "FAIL",
-        "would have 4096 slices of 1 tokens",
+        "--no-masked-softmax-fusion", "training", "FAIL",
+        "--seq-length 4096 would have 4096 slices",
     ),
     "an order without a bound": (
         DEVICE + "--use-dpp --dpp-policy breadth-first", "layout", "OK", "may keep all",
