@@ -39,6 +39,8 @@ _CONNECTING = (
     torch.nn.GroupNorm,
     torch.nn.LocalResponseNorm,
 )
+# Position embeddings that use `position_ids`. All others count positions by themselves.
+_READ_POSITIONS = ("learned_absolute", "mrope")
 
 
 def declares_slices(chunk: torch.nn.Module) -> bool:
@@ -54,6 +56,25 @@ def sliced_layers(chunk: torch.nn.Module) -> list[Any]:
         *model.decoder.layers,
         *(m for m in predicting if isinstance(m, TransformerLayer)),
     ]
+
+
+def fields_beyond_tokens(chunk: torch.nn.Module) -> tuple[str, ...]:
+    """Return the data fields that a chunk needs, but that do not follow from a slice's tokens.
+
+    Positions computed from them start at 0 in each slice, and labels lack the next slice's first
+    token. Models that declare `runs_in_slices` may have other data.
+    """
+    if declares_slices(chunk):
+        return ()
+    model = unwrap_model(chunk)
+    names = []
+    if getattr(model, "pre_process", False) and (
+        getattr(model, "position_embedding_type", None) in _READ_POSITIONS
+    ):
+        names.append("position_ids")
+    if getattr(model, "post_process", False):
+        names.append("labels")
+    return tuple(names)
 
 
 def check_model(chunk: torch.nn.Module) -> None:

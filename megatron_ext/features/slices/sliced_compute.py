@@ -35,6 +35,7 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.features.slices.sliceable import (
     check_model,
     declares_slices,
+    fields_beyond_tokens,
     sliced_layers,
 )
 from megatron_ext.features.slices.sliced_layers import running_slice
@@ -443,7 +444,7 @@ class RunningSlice:
             changes |= {"max_seqlen_q": num_tokens, "max_seqlen_kv": num_tokens}
         # Don't create the tensor from a list: the host would wait for the device until it is
         # copied.
-        bounds = torch.zeros_like(whole_packed.cu_seqlens_q[:2])
+        bounds = whole_packed.cu_seqlens_q.new_zeros(2)
         bounds[1:] = num_tokens
         if hasattr(whole_packed, "tokens_per_sample"):
             # The lengths of samples matter only if several rows are packed into one, which slices
@@ -699,6 +700,7 @@ class SlicedData(MicrobatchData):
         num_padding: Number of padding tokens in an empty slice.
         packed_bounds: [micro-batch] -> the bounds of its packed sequences, if the step has read
             them ahead.
+        required: Names of the fields that an item must have if it is cut.
     """
 
     def __init__(
@@ -708,8 +710,10 @@ class SlicedData(MicrobatchData):
         num_slices: int,
         num_padding: int = 1,
         packed_bounds: Sequence[tuple[int, ...]] = (),
+        required: Sequence[str] = (),
     ) -> None:
         super().__init__(data.iterator, data.exchange, data.observers)
+        self._required = required
         self._bounds = bounds
         self._num_slices = num_slices
         self._num_padding = num_padding
@@ -739,7 +743,15 @@ class SlicedData(MicrobatchData):
         if self.iterator is None:
             return None
         item: Mapping[str, Any] = super().take(microbatch)
-        slices = _cut(item, self._bounds[microbatch], self._num_padding)
+        bounds = self._bounds[microbatch]
+        slices = _cut(item, bounds, self._num_padding)
+        for name in self._required:
+            if len(bounds) > 2 and item.get(name) is None:
+                raise ScheduleError(
+                    f"the data has no {name}, and from the tokens of a slice alone the forward "
+                    f"step cannot compute those at its ends; add {name} to the items of the data "
+                    "iterator, or leave the slices out"
+                )
         self._parts |= dict(enumerate(slices, microbatch * self._num_slices))
         if microbatch not in self._documents:
             self._documents[microbatch] = _documents_on_host(item)
@@ -848,7 +860,7 @@ class SlicedCompute(StageCompute):
             self._bounds = [bounds] * schedule.num_microbatches
         self._user_step = call.forward_step_func
         sliced_data: list[MicrobatchData] = []
-        for data in call.data:
+        for data, chunk in zip(call.data, call.chunks, strict=True):
             sliced_data.append(
                 SlicedData(
                     data,
@@ -856,6 +868,7 @@ class SlicedCompute(StageCompute):
                     self._num_slices,
                     self._multiple,
                     call.packed_bounds,
+                    fields_beyond_tokens(chunk),
                 )
             )
         self.call = replace(

@@ -975,6 +975,38 @@ def cut_batches() -> None:
     whole: Any = [item(0)]
     with pytest.raises(ScheduleError, match="but the data comes from a list"):
         SlicedData(MicrobatchData(whole), [BOUNDS], 3).view(0)
+    # A forward step that shifts tokens would lose the target of the last token of each slice.
+    cut_bounds = (BOUNDS, (0, SEQUENCE))
+    unlabelled = MicrobatchData(iter([item(0), item(1)]))
+    data = SlicedData(unlabelled, cut_bounds, 3, required=["labels"])
+    with pytest.raises(
+        ScheduleError, match=r"the data has no labels, and .* add labels"
+    ):
+        data.take(0)
+    assert data.take(3)["tokens"].shape == (2, SEQUENCE), "a whole one needs none"
+
+
+def fields_by_model() -> list[tuple[str, ...]]:
+    from megatron_ext.features.slices.sliceable import fields_beyond_tokens
+    from tests.runtime import small_gpt
+
+    start_parallel()
+    model = small_gpt.build(use_ddp=False, **PLAIN)
+    fields = []
+    for position_embedding_type in ("learned_absolute", "rope"):
+        model.position_embedding_type = position_embedding_type
+        fields.append(fields_beyond_tokens(model))
+    model.post_process = False
+    fields.append(fields_beyond_tokens(model))
+    model.position_embedding_type = "learned_absolute"
+    model.runs_in_slices = True
+    fields.append(fields_beyond_tokens(model))
+    return fields
+
+
+def test_positions_and_labels_must_come_from_the_data() -> None:
+    [fields] = run_ranks(1, fields_by_model)
+    assert fields == [("position_ids", "labels"), ("labels",), (), ()]
 
 
 def test_a_slice_counts_its_share_of_activations() -> None:
