@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -24,12 +24,16 @@ from tests.features.slices.length_training import Job
 from tests.features.slices.length_training import train as train_lengths
 from tests.features.slices.test_length_training import (
     DYNAMIC,
+    EXPERTS,
+    FEW,
+    LENGTHS,
+    PACKS,
     STEPS,
     T,
     assert_same_bits,
     by_step,
 )
-from tests.features.slices.test_sliced_compute import BALANCED, FULL
+from tests.features.slices.test_sliced_compute import BALANCED, FULL, RECOMPUTED
 from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.capture import GPT, PP2, PP4, run_here, train
 from tests.runtime.test_equality import UNCLIPPED, assert_equal, paired, stock
@@ -384,17 +388,45 @@ def test_the_host_never_waits_for_packed_samples(connections: int) -> None:
 
 
 @pytest.mark.parametrize("connections", [pytest.param(1, marks=pytest.mark.slow), 8])
-def test_slices_by_length_keep_the_bits(connections: int) -> None:
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(
+            Job(by_step(*STEPS[:3]), schedule="zb-v", pp=2, settings=DYNAMIC),
+            id="dynamic",
+        ),
+        pytest.param(
+            Job([PACKS, PACKS], schedule="zb-h1", pp=2, is_packed=True),
+            id="packed",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Job(
+                [PACKS[:1]] * 2,
+                schedule="zb-v",
+                pp=2,
+                tp=2,
+                settings=DYNAMIC,
+                model=RECOMPUTED,
+                is_packed=True,
+                only_first_reads=True,
+            ),
+            id="packed and recomputed, data on the first tensor-parallel rank only",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Job([[LENGTHS, FEW]], schedule="zb-h1", pp=2, model=EXPERTS, ep=2),
+            id="experts",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_slices_by_length_keep_the_bits(job: Job, connections: int) -> None:
     """Steps with other lengths each, some of which are empty."""
-    job = Job(
-        by_step(*STEPS[:3]),
-        schedule="zb-v",
-        pp=2,
-        settings={"slice_tokens": T, **DYNAMIC},
-    )
+    job = replace(job, settings={"slice_tokens": T, **job.settings})
     env = queued(connections=connections, jitter_us=100, seed=connections)
-    ranks = run_ranks(2, train_lengths, job, device="musa", env=env)
-    assert_same_bits(ranks, run_ranks(2, train_lengths, job))
+    ranks = run_ranks(job.num_ranks, train_lengths, job, device="musa", env=env)
+    assert_same_bits(ranks, run_ranks(job.num_ranks, train_lengths, job))
 
 
 def _check_waits(more_flags: str, connections: int) -> None:

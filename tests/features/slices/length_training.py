@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 
-from megatron_ext import devices
+from megatron_ext import begin_iteration, devices
 from megatron_ext.runtime.runtime import in_force
 from megatron_ext.schedules.table.placement import linear
 from megatron_ext.transport.torch_dist import groups_of_ranks
@@ -56,6 +56,8 @@ class Job:
     model: dict[str, Any] = field(default_factory=dict)
     """Fields of `TransformerConfig`."""
     max_positions: int = 64
+    positions: str = "rope"
+    """How the model embeds positions (`position_embedding_type`)."""
     is_packed: bool = False
     """Whether micro-batches have `cu_seqlens`."""
     only_first_reads: bool = False
@@ -63,9 +65,13 @@ class Job:
     is_tied: bool = False
     rows: int = 1
     """Sequences in a micro-batch."""
+    seed: int | None = None
+    """Of random numbers by micro-batch, for models with dropout."""
+    ep: int = 1
+    """Ranks that share experts, out of the replicas."""
     measures_memory: bool = False
     evaluates: bool = False
-    """Whether an evaluation and the log-probabilities of tokens follow each step."""
+    """Whether log-probabilities of tokens precede each step, and an evaluation follows it."""
 
     @property
     def num_ranks(self) -> int:
@@ -158,7 +164,9 @@ def forward_step(
 
 def chunk_of(job: Job, config: Any, stage: int, num_stages: int, vp: int | None) -> Any:
     """Return a stage of the model, whose weights do not depend on the number of stages."""
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(config.num_moe_experts)
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(
+        config.num_moe_experts, qk_layernorm=config.qk_layernorm
+    )
     mtp = None
     if config.mtp_num_layers and stage == num_stages - 1:
         mtp = gpt_layer_specs.get_gpt_mtp_block_spec(
@@ -172,7 +180,7 @@ def chunk_of(job: Job, config: Any, stage: int, num_stages: int, vp: int | None)
         pre_process=stage == 0,
         post_process=stage == num_stages - 1,
         share_embeddings_and_output_weights=job.is_tied,
-        position_embedding_type="rope",
+        position_embedding_type=job.positions,
         mtp_block_spec=mtp,
         vp_stage=vp,
     )
@@ -223,6 +231,7 @@ def _chunks(job: Job, placement: Any, num_chunks: int | None, device: Any) -> li
             "tensor_model_parallel_size": job.tp,
             "pipeline_model_parallel_size": job.pp,
             "virtual_pipeline_model_parallel_size": num_chunks,
+            "expert_model_parallel_size": job.ep,
             **job.model,
         }
     )
@@ -272,6 +281,18 @@ def _sizes(schedule: Schedule, rank: int) -> dict[Action, float]:
     return sizes
 
 
+def _keep_weights(
+    trained: Trained, chunk_by_stage: dict[int, Any], num_stages: int
+) -> None:
+    """Keep this rank's weights and their gradients."""
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    for stage, chunk in chunk_by_stage.items():
+        for name, parameter in chunk.named_parameters():
+            key = f"{whole_name(name, stage, num_stages)}, {tp_rank}"
+            trained.gradients[key] = parameter.main_grad.cpu()
+            trained.weights[key] = parameter.data.cpu()
+
+
 def train(job: Job) -> Trained:
     """Train on this rank, on the device that is in force."""
     backend = devices.current()
@@ -287,10 +308,13 @@ def train(job: Job) -> Trained:
     if placement.num_stages > job.pp:
         num_chunks = placement.num_stages // job.pp
     # Folded pipelines change Megatron's groups, so the schedule comes first.
-    configuration = use(pipeline)
+    configuration = use(pipeline, seed=job.seed)
     torch.distributed.init_process_group(backend.distributed_backend)
     parallel_state.initialize_model_parallel(
-        job.tp, job.pp, virtual_pipeline_model_parallel_size=num_chunks
+        job.tp,
+        job.pp,
+        virtual_pipeline_model_parallel_size=num_chunks,
+        expert_model_parallel_size=job.ep,
     )
     chunks = _chunks(job, placement, num_chunks, device)
     replica = parallel_state.get_data_parallel_rank()
@@ -320,6 +344,13 @@ def train(job: Job) -> Trained:
                     parameter.data.add_(parameter.main_grad, alpha=-LEARNING_RATE)
         for chunk in chunks:
             chunk.zero_grad_buffer()
+        if job.seed is not None:
+            begin_iteration(step)
+        if job.evaluates:
+            with torch.no_grad():
+                trained.log_probabilities += run(
+                    step, forward_only=True, collect_non_loss_data=True
+                )
         torch.distributed.barrier()
         begin_s = time.perf_counter()
         reports = run(step)
@@ -329,16 +360,9 @@ def train(job: Job) -> Trained:
             with torch.no_grad():
                 reports = run(step, forward_only=True)
                 trained.reports += [report["loss"].tolist() for report in reports]
-                trained.log_probabilities += run(
-                    step, forward_only=True, collect_non_loss_data=True
-                )
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    for stage, chunk in zip(placement.stages_of[pp_rank], chunks, strict=True):
-        for name, parameter in chunk.named_parameters():
-            key = f"{whole_name(name, stage, placement.num_stages)}, {tp_rank}"
-            trained.gradients[key] = parameter.main_grad.cpu()
-            trained.weights[key] = parameter.data.cpu()
+    stages = placement.stages_of[pp_rank]
+    _keep_weights(trained, dict(zip(stages, chunks, strict=True)), placement.num_stages)
     if job.measures_memory:
         trained.kept_bytes = counter.saved_by_action
         trained.sizes = _sizes(counter.compute.table.schedule, pp_rank)

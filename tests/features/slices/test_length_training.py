@@ -7,7 +7,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
+from megatron_ext.config.active import clear_configuration
 from megatron_ext.config.pipeline_config import DynamicOrder
 from tests.features.slices.length_training import Job, Trained, train
 from tests.ranks import RanksFailed, run_ranks
@@ -42,6 +47,14 @@ EXPERTS = {
     "moe_router_load_balancing_type": "aux_loss",
     "add_bias_linear": False,
 }
+MODERN = {
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "qk_layernorm": True,
+}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
@@ -102,14 +115,40 @@ def test_each_step_has_other_lengths(schedule: str, settings: dict[str, Any]) ->
 
 
 @pytest.mark.short_s(8)
-def test_evaluation_and_log_probabilities_between_steps() -> None:
-    steps = by_step(LENGTHS, (1, 7, 9, 13, 61, 2, 3, 5))
-    check(
-        Job(steps, settings=BY_LENGTH, evaluates=True),
-        schedule="zb-v",
-        pp=2,
-        settings=DYNAMIC,
-    )
+@pytest.mark.parametrize(
+    ("job", "schedule", "settings"),
+    [
+        pytest.param(
+            Job(by_step(LENGTHS, (1, 7, 9, 13, 61, 2, 3, 5))),
+            "zb-v",
+            DYNAMIC,
+            id="several lengths",
+        ),
+        slow(
+            # More micro-batches than in the first step, and fewer.
+            Job(
+                by_step((64, 1), (1,) * 11, (5, 63, 8)),
+                model={"variable_seq_lengths": False},
+                positions="learned_absolute",
+            ),
+            "zb-h1",
+            {"transport": "tcp"},
+            id="several numbers of micro-batches",
+        ),
+        slow(
+            Job([[((8, 23), 1, (64,)), ((1, 1), (3, 50), 7)]], is_packed=True),
+            "interleaved",
+            {"transport": "torch"},
+            id="packed, of two replicas",
+        ),
+    ],
+)
+def test_evaluation_and_log_probabilities_between_steps(
+    job: Job, schedule: str, settings: dict[str, Any]
+) -> None:
+    """Both run whole micro-batches, also ahead of the first training step."""
+    job = replace(job, settings=BY_LENGTH, evaluates=True)
+    check(job, schedule=schedule, pp=2, settings=settings)
 
 
 @pytest.mark.slow
@@ -138,6 +177,39 @@ def test_evaluation_and_log_probabilities_between_steps() -> None:
             "zb-v",
             DYNAMIC,
             id="packed",
+        ),
+        pytest.param(
+            Job(
+                by_step(*EVEN),
+                tp=2,
+                model={**MODERN, "sequence_parallel": True},
+                positions="learned_absolute",
+            ),
+            "zb-v",
+            {"transport": "tcp"},
+            id="learned positions, normalized queries, sequence parallel",
+        ),
+        pytest.param(
+            Job(by_step(*STEPS[:5]), model={"calculate_per_token_loss": True}),
+            "zb-h1",
+            DYNAMIC,
+            id="per token",
+        ),
+        pytest.param(
+            Job([[LENGTHS, FEW]], model={**EXPERTS, **FULL}, ep=2, is_packed=True),
+            "zb-v",
+            {"transport": "tcp"},
+            id="recomputed experts on two ranks",
+        ),
+        pytest.param(
+            Job(
+                [[((), 8, (3, 0)), (1, (), ())]],
+                model={"recompute_granularity": "selective"},
+                is_packed=True,
+            ),
+            "zb-h1",
+            {"transport": "torch"},
+            id="no samples, attention recomputed",
         ),
         pytest.param(
             Job(
@@ -172,6 +244,19 @@ def test_a_weight_of_both_ends_gets_the_same_sum_from_all_tables(
 ) -> None:
     """One stage would add up the two gradients in another order."""
     job = Job([[LENGTHS, FEW]], pp=2, settings=BY_LENGTH, model=model, is_tied=True)
+    check(job, schedule=schedule, settings=settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [DROPOUT, DROPOUT | FULL])
+@pytest.mark.parametrize(
+    ("schedule", "settings"), [("zb-h1", {"transport": "tcp"}), ("1f1b", DYNAMIC)]
+)
+def test_dropout_is_the_same_in_all_tables(
+    schedule: str, settings: dict[str, Any], model: dict[str, Any]
+) -> None:
+    """By micro-batch and slice; the masks depend on the stage, so there are two on both sides."""
+    job = Job(by_step(*STEPS[:3]), pp=2, settings=BY_LENGTH, model=model, seed=5)
     check(job, schedule=schedule, settings=settings)
 
 
@@ -233,6 +318,56 @@ def test_auto_cuts_as_the_number_that_it_chooses() -> None:
     """In bits: 15 tokens in a step whose longest of 60 has two slices for each of two ranks."""
     job = Job(by_step((60, 8, 8, 1)), pp=2, settings={"slice_tokens": 15})
     check(job, schedule="zb-h1", settings={"slice_tokens": "auto"})
+
+
+def _train_alone(job: Job) -> Trained:
+    """Train on this rank, and end what it has started."""
+    from megatron.core import parallel_state
+
+    try:
+        return train(job)
+    finally:
+        clear_configuration()
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def _compare_small_steps() -> None:
+    """Compare steps in slices with the same steps of whole micro-batches."""
+
+    @examples(max_examples=20, deadline=None, database=None)
+    @given(
+        st.lists(
+            st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=4
+        ),
+        st.integers(1, 9),
+        st.booleans(),
+        st.sampled_from(["rope", "learned_absolute"]),
+    )
+    def check_step(
+        samples_by_microbatch: list[tuple[int, ...]],
+        slice_tokens: int,
+        is_packed: bool,
+        positions: str,
+    ) -> None:
+        lengths: Any = samples_by_microbatch
+        if not is_packed:
+            lengths = list(map(sum, samples_by_microbatch))
+        job = Job([[lengths]], is_packed=is_packed, positions=positions)
+        sliced = _train_alone(replace(job, settings={"slice_tokens": slice_tokens}))
+        # More than any micro-batch has, so only empty ones run in a special way.
+        whole = _train_alone(replace(job, settings={"slice_tokens": 64}))
+        for name, expected in whole.gradients.items():
+            worst = (sliced.gradients[name] - expected).abs().max()
+            assert worst <= 2e-6 * expected.abs().max(), name
+        for report, expected_report in zip(sliced.reports, whole.reports, strict=True):
+            assert report == pytest.approx(expected_report, rel=1e-6, abs=0)
+
+    check_step()
+
+
+def test_small_steps_train_as_whole_micro_batches() -> None:
+    run_ranks(1, _compare_small_steps)
 
 
 def test_evaluation_names_a_micro_batch_without_tokens() -> None:
