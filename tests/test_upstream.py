@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -217,3 +218,35 @@ def test_a_core_that_is_installed_from_its_tree_is_found_there(
             assert releases.core_version() == "0.19.7"
     finally:
         releases.installed_core.cache_clear()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("is_edited", [True, False])
+def test_edits_in_the_core_of_a_tree_are_not_ignored_in_silence(
+    is_edited: bool, rank: str, tmp_path: Path
+) -> None:
+    core = releases.installed_core()
+    assert core is not None
+    tree = _make_tree(tmp_path / "Megatron-LM")
+    in_tree = tree / "megatron" / "core"
+    for name in ("package_info.py", "transformer/mlp.py"):
+        (in_tree / name).parent.mkdir(exist_ok=True)
+        (in_tree / name).write_bytes((core / name).read_bytes())
+    if is_edited:
+        with (in_tree / "transformer/mlp.py").open("a") as sources:
+            sources.write("EDITED = True\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import megatron_ext, megatron.core"],
+        env={
+            **os.environ,
+            "MEGATRON_LM_PATH": str(tree),
+            "MEGATRON_EXT_DEVICE": "cpu",
+            "RANK": rank,
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    line = f"{in_tree} is ignored, although 1 of its files differ, such as transformer/mlp.py"
+    assert (line in done.stderr) == (is_edited and rank == "0")
+    assert ("is ignored" in done.stderr) == (is_edited and rank == "0")

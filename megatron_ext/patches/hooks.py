@@ -6,6 +6,8 @@ runs the callback and decides which Megatron is used. `sys.path` stays as the us
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -18,6 +20,8 @@ from megatron_ext import devices
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
+
+_LOG = logging.getLogger(__name__)
 
 _TREE_PACKAGES = {
     f"megatron.{name}" for name in ("legacy", "post_training", "rl", "training")
@@ -55,6 +59,10 @@ class _Finder(MetaPathFinder):
         # helpers.
         if fullname == "megatron.core":
             core = releases.installed_core()
+            if core is not None and os.environ.get("RANK", "0") == "0":
+                ignored = upstream.ignored_sources(core)
+                if ignored is not None:
+                    _LOG.warning("megatron_ext: %s", ignored)
             return _spec_in(core and core.parent, fullname)
         # `megatron` is a namespace package, so Python merges the wheel's `megatron.core` with these
         # packages from a tree. Since 0.17, the wheel contains some of these packages too, but a

@@ -119,6 +119,35 @@ def require_tree() -> Path:
     return tree
 
 
+def ignored_sources(core: Path) -> str | None:
+    """Return a sentence about edits in the tree's `megatron/core`, which no process imports.
+
+    Args:
+        core: The `megatron/core` folder of the installed megatron-core.
+
+    Returns:
+        None if there is no tree, or its sources equal the installed ones.
+    """
+    tree = find_tree()
+    if tree is None or not core.is_dir():
+        return None
+    in_tree = tree / "megatron" / "core"
+    if in_tree.resolve() == core.resolve():
+        return None
+    differing = []
+    for path in sorted(in_tree.rglob("*.py")):
+        name = path.relative_to(in_tree)
+        installed = core / name
+        if not installed.is_file() or path.read_bytes() != installed.read_bytes():
+            differing.append(name.as_posix())
+    if not differing:
+        return None
+    return (
+        f"megatron.core comes from {core}; {in_tree} is ignored, although {len(differing)} of its "
+        f"files differ, such as {differing[0]}. To use it: pip install --no-deps -e {tree}"
+    )
+
+
 def check_tree(tree: Path) -> None:
     """Reject a tree whose scripts do not fit the installed megatron-core.
 
