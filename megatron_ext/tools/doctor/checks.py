@@ -46,7 +46,8 @@ def check_versions() -> Iterator[Diagnosis]:
     yield Diagnosis("OK", "megatron_ext", f"{__version__}, files {code_hash()}")
     yield Diagnosis("OK", "Python", ".".join(map(str, sys.version_info[:3])))
     torch = installed("torch")
-    # `release` has no suffixes, so that a vendor's build, such as 2.7.0a0+git, counts.
+    # `release` has no suffixes, so that a vendor's build, such as 2.7.0a0+git, counts as that
+    # release.
     if torch is not None and Version(torch).release >= (2, 7):
         yield Diagnosis("OK", "torch", torch)
     else:

@@ -85,7 +85,8 @@ def _of_machines(args: argparse.Namespace) -> Iterator[Diagnosis]:
 
         # Without slots, each host counts its devices.
         hosts = tuple(replace(host, slots=None) for host in hosts_of(args)[0])
-        # Every host has `true` and /, so agents find no fault with the command or the directory.
+        # Every host has `true` and /, so the agents' checks of the command and the directory
+        # succeed.
         plan = JobPlan(
             runs.new_run_id(),
             hosts,
@@ -95,7 +96,8 @@ def _of_machines(args: argparse.Namespace) -> Iterator[Diagnosis]:
             per_node=True,
             ssh=args.ssh_cmd,
         )
-    # Import here, because the checks import torch, which takes seconds and is unused by --devices.
+    # Import here because the checks import torch, which takes seconds to load and is not needed for
+    # --devices.
     from megatron_ext.tools.doctor import checks, flight
 
     for check in checks.MACHINE:

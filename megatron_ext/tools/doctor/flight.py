@@ -110,7 +110,7 @@ _REPLACED = (
     "--pipeline-waiting-weights --recompute-activations --recompute-granularity "
     "--recompute-method --recompute-num-layers --recompute-modules"
 )
-"""Flags that another layout's flags replace, because they contradict it or would stay in effect."""
+"""Flags that another layout's flags replace, because they would contradict it or stay in effect."""
 
 
 def check_training(
@@ -135,8 +135,8 @@ def check_training(
         return
     args = answer.checked_args
     name = "--forward-backward-disaggregating"
-    # Messages in our schedules have names, so ranks cannot mix them up or wait for the wrong one;
-    # only the last hang is possible.
+    # Messages in our schedules have names, so ranks cannot mix them up or wait for the wrong one.
+    # Of the known hangs, only the last one remains possible.
     hangs = KNOWN_HANGS[-1:]
     if answer.pipeline is not None:
         name = answer.pipeline.name
@@ -177,7 +177,7 @@ def _set_facts_of_cut(answer: Preflight) -> None:
     args.num_chunks = UserCut.of(vars(args)).chunks
     layout = parse_layout(args.pipeline_model_parallel_layout or "tL")
     args.ends_without_layers = layout[-1] == "L"
-    # Messages of this package's transports carry their shapes, so Megatron exchanges none.
+    # Messages of this package's transports carry their shapes, so Megatron does not exchange any.
     args.shapes_travel = answer.transport_only is not None
 
 
@@ -216,7 +216,7 @@ def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
     available = psutil.virtual_memory().available
     finding += f", {available / _MIB:.0f} MiB available here"
     remedy = (
-        "lower --micro-batch-size, or use --pipeline-transport torch, which has none"
+        "lower --micro-batch-size, or use --pipeline-transport torch, which needs none"
     )
     if pipeline_bytes > available:
         yield Diagnosis("FAIL", "message buffers", finding, remedy)
@@ -242,7 +242,8 @@ def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
     if pipeline.dynamic is not None:
         margin = pipeline.dynamic.margin
     slots = arena_slots(table, margin, pipeline.config.stash_ratio)
-    # A model may add routes whose messages skip stages. They are unknown here, so not counted.
+    # A model may add routes whose messages skip stages. These routes are unknown here, so they are
+    # not counted.
     max_peers = max((len(ranks) for ranks in peers.values()), default=0)
     return max_peers * slots * math.ceil(message_bytes / page_bytes) * page_bytes
 
@@ -356,7 +357,8 @@ def _memory_by_length(
 
     `plan` is the forecast for whole micro-batches, all with the maximum sequence length.
     """
-    # Only a configuration of this feature gets here; the command works without its folder.
+    # This line is reached only if the feature is configured, so the command works without its
+    # folder.
     from megatron_ext.features.lengths.length_slices import (
         automatic_slice_tokens,
         equal_cost_bounds,
@@ -374,7 +376,7 @@ def _memory_by_length(
     count = slices_needed(longest, slice_tokens)
     bounds = equal_cost_bounds([longest], count, cost)
     sizes = tuple((end - begin) / longest for begin, end in pairwise(bounds))
-    # By then the pipeline is full, and more micro-batches would not increase the peak.
+    # This many micro-batches fill the pipeline, and more of them would not increase the peak.
     num_simulated = min(microbatches, 2 * pipeline.pp)
     # `Costs` requires a share below 1.
     attention = min(cost.attention_share(longest), MAX_ATTENTION)
@@ -479,7 +481,7 @@ def planned(
         waiting_weights=answer.config.num_waiting if answer.config else 0,
     )
     name = answer.pipeline.name if answer.pipeline else default_schedule(cut.chunks)
-    # The planner supports neither tables from files nor forward and backward ranks.
+    # The planner supports neither tables from files nor separate forward and backward ranks.
     has_roles = answer.config is None or answer.config.disaggregation is not None
     if name.startswith(CSV_PREFIX) or has_roles:
         return job, None

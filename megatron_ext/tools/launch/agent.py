@@ -1,14 +1,14 @@
-"""The program on each host that runs the host's part of a job, and stops it with the launcher.
+"""The program that runs a host's part of a job, and stops it when the launcher exits.
 
     python -m megatron_ext.tools.launch.agent
 
 It reads a request as one line of JSON from standard input. For `run`, it answers whether the host
 is fit, waits for the start message, runs torchrun in a separate session and forwards its output.
 Standard input stays open while the job runs, so when it closes, the launcher has exited. The agent
-stops the job when that happens, on a signal, on a stop message, or if the launcher falls silent: it
-sends SIGTERM, and kills all remaining processes after the grace period. `stop`, `status` and `logs`
-are about a job that another agent runs or has run on this host. They find it through the file that
-the other agent wrote.
+stops the job when that happens, on a signal, on a stop message, or if the launcher falls silent. To
+stop it, the agent sends SIGTERM, and kills all remaining processes after the grace period. `stop`,
+`status` and `logs` concern a job that another agent is running or has run on this host. They find
+the job through a file that the other agent wrote.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Send = Callable[[Json], None]
 
 
 class _Job:
-    """A job that runs here: its process, and why it is being stopped, if it is."""
+    """A job that runs here, with its process and, if the job is being stopped, the reason."""
 
     def __init__(
         self, argv: list[str], environment: dict[str, str], request: Json
@@ -61,20 +61,21 @@ class _Job:
         self.stopped: str | None = None
         self._grace_s, self._silence_s = request["grace_s"], request["silence_s"]
         agent_pid = os.getpid()
-        # torchrun makes each rank the leader of a process group, so a rank whose torchrun was
-        # killed is in no group of this process. As an orphan, it becomes a child of this process.
+        # torchrun makes each rank the leader of a process group, so if torchrun is killed, its
+        # ranks cannot be reached through any process group of the agent. Orphaned ranks therefore
+        # become children of this process.
         parent.adopt_orphans()
         self.child = subprocess.Popen(
             argv,
-            # If the job had our standard input, it could read the launcher's messages.
+            # If the job inherited our standard input, it could read the launcher's messages.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**environment, parent.AGENT_PID: str(agent_pid)},
             start_new_session=True,
             # If the agent is killed, it cannot stop the job, so the kernel kills the child. Each
-            # rank requests the same from the kernel.
-            preexec_fn=lambda: parent.die_with_parent(agent_pid),  # noqa: PLW1509 - needs no lock of ours
+            # rank makes the same request for itself.
+            preexec_fn=lambda: parent.die_with_parent(agent_pid),  # noqa: PLW1509 - takes none of our locks
         )
         # Signal -> the reason to report. `megatron-ext stop` sends SIGUSR1, and the timer in
         # `_follow_launcher` sends SIGALRM.
@@ -89,7 +90,8 @@ class _Job:
     def stop(self, why: str, grace_s: float) -> None:
         """Send SIGTERM, and kill the remaining processes after the grace period."""
         # Send SIGTERM only once: a second one would restart torchrun's grace period and run the
-        # ranks' handlers again. With a grace of 0, from a second Ctrl-C, only kill.
+        # ranks' handlers again. If the grace period is 0, as after a second Ctrl-C, kill without
+        # sending SIGTERM.
         if self.stopped is None and grace_s > 0:
             self.child.send_signal(signal.SIGTERM)
         self.stopped = self.stopped or why
@@ -99,7 +101,7 @@ class _Job:
         killer.start()
 
     def end(self) -> None:
-        """Kill the job's remaining processes, repeatedly, because they may fork meanwhile."""
+        """Kill the job's remaining processes, several times because they may fork in between."""
         for _ in range(5):
             # These include orphans, because the agent adopts them.
             runs.end(psutil.Process().children(recursive=True), timeout_s=2.0)
@@ -195,13 +197,13 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     forwarder.start()
     # The launcher compares this time across hosts to find the first failure.
     code, ended["time"] = job.child.wait(), time.time()
-    job.end()  # processes started by torchrun may outlive it by seconds
+    job.end()  # processes started by torchrun may outlive it by a few seconds
     sockets.cleanup()
     ended.update(code=code, stopped=job.stopped)
     # A process that cannot be killed keeps the pipe open, so limit the wait.
     forwarder.join(_CLOSE_S)
     if child_name == runs.KEEPER and code < 0:
-        # It has not reported which errors the job had survived, so do not read them.
+        # The keeper has not reported which errors the job survived, so ignore the recorded errors.
         ended["tail"] = last_lines(folder.anchor / log_name, _TAIL_LINES)
     elif code != 0:
         is_stopped = job.stopped is not None
@@ -217,13 +219,13 @@ def _run(request: Json, directory: Path, send: Send) -> None:
 
 
 def _forward(output: IO[bytes], log: IO[bytes], send: Send, every_line: bool) -> None:
-    """Send the ranks' lines, or every line, to the launcher; log the lines not from a rank."""
+    """Send the ranks' lines, or every line, to the launcher; log the lines that no rank printed."""
     assert isinstance(output, io.BufferedReader)
     unfinished = b""
     # `read1` returns whatever the pipe contains. At the end of the output, complete the last line.
     while data := output.read1(_CHUNK_BYTES) or (unfinished and b"\n"):
         if len(unfinished) > _CHUNK_BYTES:
-            # A progress bar may never finish its line, so break the line here to bound the memory.
+            # A progress bar may never finish its line, so break the line here to limit memory use.
             data = b"\n" + data
         *lines, unfinished = (unfinished + data).split(b"\n")
         of_ranks = [line for line in lines if line.startswith(RANK_MARK)]
@@ -259,7 +261,7 @@ class _Logs:
 
 
 def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
-    """Return the failure on this host: the failed part, its exit code, last lines and cause.
+    """Return the failure on this host: which part failed, its exit code, last lines and cause.
 
     A host that was stopped may still have caused the failure, if its ranks exited later.
     """
@@ -273,13 +275,13 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
         causes.append(Cause(stopped["rank"], "stopped", reason, now))
     if "rank" in report:
         rank, code = report["rank"], report["exit_code"]
-        # While a rank that has written its cause exits, torchrun may still kill it, so ignore its
-        # exit code.
+        # A rank that has written its cause may be killed by torchrun before it exits by itself, so
+        # ignore its exit code.
         if rank not in [ending.rank for ending in causes]:
             kind = "killed" if code < 0 else "unknown"
             causes.append(Cause(rank, kind, "", now, code=code))
     first = cause.first(causes)
-    # Ranks also fail because they are stopped, so report only causes that this cannot produce.
+    # Stopping a rank may also make it fail, so report only causes that a stop cannot produce.
     if is_stopped and (first is None or not first.is_sure):
         return {}
     failure: Json = {
@@ -292,7 +294,8 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
     if first.code:
         failure["code"] = first.code
     elif "exit_code" in report:
-        # The rank that caused the failure still runs without progress, or exited with code 0.
+        # The rank that caused the failure either is still running without making progress, or
+        # exited with code 0.
         failure["code"] = report["exit_code"]
     # Standard error comes last and takes precedence, because it contains the traceback.
     for path in logs.of_rank(first.rank):
@@ -323,7 +326,7 @@ def last_lines(path: Path, count: int) -> list[str]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:  # noqa: PTH123 - opens a descriptor
             size = file.seek(0, os.SEEK_END)
-            # Read only the end, because logs from several weeks can take gigabytes.
+            # Read only the end, because the logs of several weeks can take up gigabytes.
             file.seek(max(0, size - (1 << 16)))
             text = file.read().decode(errors="replace")
     except OSError:
@@ -337,7 +340,7 @@ def _stop(request: Json, directory: Path) -> Json:
         agent = runs.recorded(folder.read_json("agent.json"))
     if agent is not None:
         # Let the agent stop its job in an orderly way and report to its launcher, which takes about
-        # the grace period.
+        # as long as the grace period.
         with suppress(psutil.Error):
             agent.send_signal(signal.SIGUSR1)
             agent.wait(request["grace_s"] + _CLOSE_S)
@@ -345,7 +348,8 @@ def _stop(request: Json, directory: Path) -> Json:
             # The kernel kills torchrun and its ranks along with their agent
             # (`parent.die_with_parent`).
             agent.kill()
-    # If the agent died earlier, only the mark in their environment identifies its processes.
+    # If the agent died earlier, its processes can be identified only by the mark in their
+    # environment.
     remaining = runs.marked(request["run_id"], request["node"])
     stuck = sorted(process.pid for process in runs.end(remaining))
     text = "nothing runs"

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.plan import JobPlan
 
 MAX_SKEW_S = 5.0
-"""Clock difference that triggers a warning, because log lines then cannot be compared."""
+"""Clock difference above which to warn, because the times of log lines can no longer be
+compared."""
 _CLOSE_S = 5.0
 _FIRST_PATIENT_TORCH = (2, 12)
 """Since this release, torchrun gives its ranks the configured time to stop instead of 30 s."""
@@ -58,7 +59,7 @@ _MEANINGS = {
 """Pattern in the output of ssh, srun or the login shell -> explanation and remedy."""
 
 Event = tuple[int, Json | Literal["signal"] | None]
-"""Host index and message (None if the connection was closed), or a signal and "signal"."""
+"""Host index and message (None if the connection was closed), or signal number and "signal"."""
 
 
 def reach(
@@ -70,7 +71,8 @@ def reach(
     if plan.slurm_job is not None:
         return slurm.argv(plan.slurm_job, host, remote)
     options = [
-        # ssh must give up before our time-out, because its error message is more specific.
+        # ssh must give up before our own time-out expires, because its error message is more
+        # specific.
         "BatchMode=yes", f"ConnectTimeout={max(1, min(10, int(timeout_s)))}",
         # Detect a dead host within 15 s.
         "ServerAliveInterval=5", "ServerAliveCountMax=3",
@@ -111,7 +113,7 @@ class _Connection:
         self.host, self._put = host, put
         self.heard_at = time.monotonic()
         self._noise: deque[str] = deque(maxlen=20)
-        # Use a file, because the process would block on a full pipe that is not read.
+        # Use a file, because the process would block if it wrote to a full pipe that nobody reads.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(
             argv,
@@ -144,7 +146,7 @@ class _Connection:
         self._put(None)
 
     def noise(self) -> list[str]:
-        """Return the last lines that are not messages, from ssh, login scripts or the agent."""
+        """Return the last lines from ssh, login scripts or the agent that are not messages."""
         self._stderr.seek(0)
         errors = self._stderr.read().decode(errors="replace").splitlines()
         lines = [line for line in [*self._noise, *errors] if line.strip()]
@@ -187,12 +189,13 @@ class Agents:
         if message is not None and kind == "log" and self.display is not None:
             text = message["text"].encode(errors="surrogateescape")
             self.display.show(self.plan.hosts[index].name, text)
-        # `alive` messages only update `heard_at`, which the reading thread has already done.
+        # `alive` messages serve only to update `heard_at`, which the reading thread has already
+        # done.
         elif kind not in ("alive", "log"):
             self.events.put((index, message))
 
     def next_event(self, until: float) -> Event:
-        """Return the next event, or host -1 if there is none before `until`."""
+        """Return the next event, or an event with host index -1 if none arrives before `until`."""
         try:
             return self.events.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
@@ -201,10 +204,10 @@ class Agents:
     def ask(self, op: str, timeout_s: float, **details: object) -> list[Json | str]:
         """Send a request to every host and return the answers, in host order.
 
-        If a host does not answer, its entry is the reason, including a remedy.
+        If a host does not answer, its entry states the reason and a remedy.
         """
         root = Path(__file__).resolve().parents[3]
-        # The agent does not train, so start it without the patches, which is faster.
+        # The agent does not train, so start it without the patches to save time.
         variables = ["MEGATRON_EXT_DISABLE=1"]
         # In a source tree that is not installed, the hosts must import from the same path.
         if not {"site-packages", "dist-packages"} & set(root.parts):
@@ -226,8 +229,9 @@ class Agents:
                 self.connections[index] = connection
                 connection.send(**self.plan.request(index, op) | details)
             except (OSError, ValueError, TypeError) as error:
-                # The plan of `stop`, `status` or `logs` comes from a file. If it is damaged, a word
-                # may contain a null byte (ValueError) or be a number (TypeError).
+                # For `stop`, `status` and `logs`, the plan comes from a file. If the file is
+                # damaged, a word of the command may contain a null byte (ValueError) or be a number
+                # (TypeError).
                 answers[index] = f"its agent cannot be started: {error}"
         deadline = time.monotonic() + timeout_s
         while len(answers) < len(self.plan.hosts) and time.monotonic() < deadline:
@@ -235,7 +239,7 @@ class Agents:
             if isinstance(message, dict):
                 answers[index] = {
                     **message,
-                    # This includes the time that the message took.
+                    # This includes the time that the message took to arrive.
                     "ahead_s": message.get("clock", 0.0) - time.time(),
                 }
             # A connection may close after the answer, unless the host must go on to run the job.
@@ -266,7 +270,7 @@ class Agents:
             # If a host is missing, report only that, because comparing the others may mislead.
             hellos.append(answer if is_complete else {**answer, "problems": []})
         if is_complete:
-            # `_compare` rejects different releases of torch, so check only one host.
+            # `_compare` rejects different releases of torch, so it is enough to check one host.
             self._check_grace(hellos[0])
             self._compare(hellos)
         return hellos
@@ -276,7 +280,7 @@ class Agents:
         torch, grace_s = hello["same"]["torch"], self.plan.grace_s
         release = parse_release(torch) or _FIRST_PATIENT_TORCH
         if grace_s > 30 and not self.plan.per_node and release < _FIRST_PATIENT_TORCH:
-            limit = f"torchrun of torch {torch} gives ranks 30 s to stop, --grace is {grace_s:g}"
+            limit = f"torchrun of torch {torch} gives ranks 30 s to stop, but --grace is {grace_s:g}"
             hello["warnings"].append(f"{limit}; install torch 2.12 or later")
 
     def _compare(self, hellos: Sequence[Json]) -> None:

@@ -1,4 +1,4 @@
-"""Runs a planned job, and restarts it after a failure; each attempt has separate logs."""
+"""Runs a planned job, and restarts it after a failure. Each attempt has its own logs."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def with_restarts(
 ) -> int:
     """Run a job until it succeeds, is stopped or runs out of restarts; return its exit code.
 
-    Every attempt is a separate run with preflight, logs and a result: ID, ID-r1, ID-r2. The script
-    resumes from the last complete checkpoint, because Megatron records a checkpoint's iteration
-    only after all of it is written. `hosts` may list spare hosts after the hosts in the plan.
+    Every attempt is a separate run with its own preflight, logs and result. The runs are named ID,
+    ID-r1, ID-r2 and so on. The script resumes from the last complete checkpoint, because Megatron
+    records a checkpoint's iteration only after the whole checkpoint is written. `hosts` may list
+    spare hosts after the hosts in the plan.
     """
     if args.max_restarts and flag_value(plan.command, "--load") is None:
         say(
@@ -94,8 +95,8 @@ def with_restarts(
         )
         time.sleep(pause_s)
         hosts = _with_slots(hosts, completed)
-        # Start from the original plan, because `completed` has flags derived from hosts that may
-        # change.
+        # Start from the original plan, because `completed` contains flags derived from its hosts,
+        # which may change.
         attempt = replace(plan, run_id=f"{plan.run_id}-r{num_restarts}")
         able = _able_hosts(hosts, completed, attempt, args.preflight_timeout)
         # Never shrink a job: with fewer replicas, the batch could differ.
@@ -110,14 +111,14 @@ def with_restarts(
         if attempt.world_size != num_ranks:
             raise LaunchError(
                 f"the job needs {num_hosts} hosts with {num_ranks} ranks, but only {len(able)} of "
-                f"{len(hosts)} hosts can run it; repair them, or give more spare hosts (--spares)"
+                f"{len(hosts)} hosts can run it; repair the others, or give more spares (--spares)"
             )
 
 
 def _with_slots(hosts: Sequence[Host], completed: JobPlan) -> tuple[Host, ...]:
-    """Return the hosts with slots; if the hostfile gives no number, use the last count."""
+    """Return the hosts with their slots; where the hostfile gives no number, use the last count."""
     counted = {host.number: host.slots for host in completed.hosts}
-    # Spare hosts have not counted their devices yet, so assume that all hosts are the same.
+    # Spare hosts have not counted their devices yet, so assume that all hosts have the same number.
     of_spares = completed.hosts[0].slots
     complete = []
     for host in hosts:

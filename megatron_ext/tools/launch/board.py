@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.runs import Json
 
 SILENCE_S = 20.0
-"""A host is lost if its keeper has not sent a heartbeat for this time."""
+"""A host counts as lost if its keeper has not sent a heartbeat for this long."""
 _BEAT_S = 0.5
-# A keeper waits that long for the first host's store (`keeper._STORE_TIMEOUT_S`).
+# A keeper may wait this long for the first host's store (`keeper._STORE_TIMEOUT_S`).
 _START_S = 300.0
 """Time limit for a keeper's first heartbeat."""
 # With torch's default of 300 s, the loss of the first host would go unnoticed for that long.
 _STORE_TIMEOUT_S = 20.0
 _KEYS = "megatron_ext keepers: "
 """Prefix of the keys, because the ranks use the same store."""
-# No process saw how the ranks on a lost host ended, so record SIGKILL.
+# No process has observed how the ranks on a lost host ended, so record SIGKILL.
 _KILLED = -9
 
 
@@ -41,7 +41,7 @@ class FirstHostLost(Exception):
 
 
 class Board:
-    """Notes from all keepers, in the order in which they were written, and their heartbeats."""
+    """The keepers' notes, in the order in which they were written, and the keepers' heartbeats."""
 
     def __init__(self, store: Any) -> None:
         from torch._C._distributed_c10d import PrefixStore
@@ -59,7 +59,7 @@ class Board:
 
     def unread(self) -> list[Json]:
         """Return the notes that this keeper has not read yet."""
-        # `get` would wait for the first note.
+        # `get` would block until the first note is written.
         if not self._store.check(["notes"]):
             return []
         lines = self._store.get("notes").decode().splitlines()
@@ -78,7 +78,7 @@ class Board:
 
 
 class _Host:
-    """What the keeper on the first host knows about another host."""
+    """Another host, as seen by the keeper on the first host."""
 
     def __init__(self, ranks: range) -> None:
         self.ranks = ranks
@@ -95,7 +95,7 @@ class _Host:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the host's last heartbeat is too long ago."""
+        """Whether too much time has passed since the host's last heartbeat."""
         limit_s = SILENCE_S if self._num_beats else _START_S
         return time.monotonic() - self._silent_from_s > limit_s
 
@@ -153,7 +153,7 @@ class FirstBoard:
         # On a single host, nobody would read the notes.
         while self._hosts and self._notes:
             self._board.write(self._notes.popleft())
-        # These include this host's notes. Recording a restart twice does no harm.
+        # These include this host's own notes. Recording a restart twice does no harm.
         for note in self._board.unread():
             kind = note.pop("kind")
             if kind == "loss":
@@ -166,8 +166,8 @@ class FirstBoard:
                 self._hosts[note["host"]].has_ended = True
                 self.is_end_reported |= note["is_reported"]
         now = time.monotonic()
-        # Each host's heartbeats cost a call to the store, and a turn takes place 20 times per
-        # second.
+        # Reading a host's heartbeats takes a call to the store, and `take_turn` runs 20 times per
+        # second, so do not read them in every turn.
         if now < self._looks_at_s:
             return
         self._looks_at_s = now + _BEAT_S
@@ -242,8 +242,8 @@ class OtherBoard:
             while self._notes:
                 self._board.write(self._notes[0])
                 self._notes.popleft()
-            # Losses do not wait, but reading costs a call to the first host, so do it twice per
-            # second.
+            # Losses are written immediately, but reading takes a call to the first host, so read
+            # only twice per second.
             if not is_time:
                 return
             self._beats_at_s = now + _BEAT_S

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_ext.upstream.person_view import PersonView
 
 _CLOSE_S = 5.0
-# A chunk is a message from an agent, with a few hundred KiB at most (`agent._CHUNK_BYTES`).
+# A chunk is a message from an agent, with at most a few hundred KiB (`agent._CHUNK_BYTES`).
 _MAX_CHUNKS = 32
 _PATIENCE_S = 1.0
 _MARKED = re.compile(RANK_MARK + rb"(\d+) ")
@@ -34,9 +34,9 @@ class Display:
 
     Ranks write their complete output to files on their hosts, and torchrun follows the files for
     the ranks to show. A terminal or a pipe may block for any length of time, so a separate thread
-    writes to it. If it blocks for long, the display drops output and counts the dropped lines. The
-    log gets every line, and so does the output, unless a view shortens it. The display closes
-    neither of them.
+    writes to it. If it blocks for long, the display drops output and counts the dropped lines.
+    Every line goes to the log and, unless a view shortens it, to the output. The display closes
+    neither the log nor the output.
     """
 
     def __init__(
@@ -57,9 +57,10 @@ class Display:
     def show(self, host: str, data: bytes) -> None:
         """Show output from a host, or drop it if the display blocks for a second."""
         try:
-            # This runs in the thread for a connection, and the host waits as long as the thread
-            # does. After one time-out, drop chunks immediately until the display writes again,
-            # because the report that the job has finished comes after them on the same connection.
+            # This runs in a connection's thread, and the host at the other end waits for as long as
+            # that thread does. After one time-out, drop chunks immediately until the display writes
+            # again, because the report that the job has finished comes after them on the same
+            # connection.
             self._chunks.put(
                 (host, data), timeout=0 if self._is_blocked else _PATIENCE_S
             )
@@ -99,7 +100,8 @@ class Display:
 
     def _write(self, file: BinaryIO, lines: Iterable[bytes]) -> None:
         # A full disk, or a reader that has exited (`| head`), must not stop the job. The hosts keep
-        # all output. If `close` gave up waiting, the log may be closed by now (ValueError).
+        # the complete output. If `close` gave up waiting, the log may be closed by now
+        # (ValueError).
         with suppress(OSError, ValueError):
             file.write(b"\n".join([*lines, b""]))
             file.flush()

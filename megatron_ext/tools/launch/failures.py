@@ -89,9 +89,9 @@ class Outcome:
 def first_failure(failures: Sequence[Failure], last_iteration: int = 0) -> Failure:
     """Return the failure that explains the others, with the last iteration reported by any host.
 
-    The time of a failure is not enough: other ranks fail within milliseconds of losing a rank, and
-    the clocks on the hosts differ. The kind of failure comes first: if a signal killed a process,
-    or an agent died, the reason is not that another rank was lost.
+    The times of the failures are not enough, because other ranks fail within milliseconds of losing
+    a rank, and the hosts' clocks differ. The kind of failure therefore takes precedence: if a
+    signal killed a process, or an agent died, the reason cannot be that another rank was lost.
     """
     first = min(failures, key=lambda failure: failure.precedence)
     # A rank that was killed reports no iteration, but the other ranks were in the same step.

@@ -27,7 +27,7 @@ MAX_SLOTS = 1024
 """Upper bound on the processes on a host; a larger number is a typing mistake."""
 _MAX_BYTES = 16 << 20
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?"
-# NAME or [IPv6], with :SLOTS if given.
+# NAME or [IPv6], optionally followed by :SLOTS.
 _HOST = re.compile(
     rf"(?:\[(?P<ipv6>[^\]\s]*)\]|(?P<name>{_NAME}))(?::(?P<slots>[^:\s]*))?"
 )

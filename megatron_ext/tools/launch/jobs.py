@@ -33,7 +33,8 @@ from megatron_ext.upstream.scripts import find_script
 if TYPE_CHECKING:
     from megatron_ext.config.refusals import Preflight
 
-# Variables for one machine or process, which must not be forwarded if a job launches another job.
+# Variables that apply only to one machine or process, so they must not be forwarded if a job
+# launches another job.
 _NOT_FORWARDED = (
     "MEGATRON_EXT_RUNS",
     runs.RUN_ID,
@@ -46,17 +47,18 @@ _FSDP = ("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")
 
 
 def default_variables(flags: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables for a job with these flags that the user does not set."""
+    """Return the default environment variables for a job with these flags."""
     variables = {
         # torchrun would set the same value, but with a warning.
         "OMP_NUM_THREADS": "1",
         # Otherwise, every rank warns about missing kernels and deprecated calls in Megatron.
         "PYTHONWARNINGS": "ignore",
     }
-    # Megatron rejects 1 with FSDP; CUDA's default is 8.
+    # Megatron rejects a value of 1 with FSDP, so keep CUDA's default of 8.
     if not any(flag in flags for flag in _FSDP):
-        # Before Blackwell, Megatron requires 1 for tensor and context parallelism, except with
-        # pairs. A single hardware queue would run the two actions of a pair one after the other.
+        # On GPUs before Blackwell, Megatron requires a value of 1 for tensor and context
+        # parallelism, except with pairs. A single hardware queue would run the two actions of a
+        # pair one after the other.
         has_pairs = "--overlap-moe-expert-parallel-comm" in flags
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "32" if has_pairs else "1"
     return variables
@@ -190,7 +192,7 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
     elif slurm_job is None:
         run_id = runs.new_run_id()
     elif runs.load(slurm_job, "plan"):
-        # An earlier launch in the same allocation already has the plain id.
+        # An earlier launch in the same allocation already uses the plain id.
         run_id = f"{slurm_job}-{runs.new_run_id()}"
     else:
         # Name the first run after the Slurm job, so that `status`, `logs` and `stop` accept the job

@@ -2,10 +2,10 @@
 
     python -m megatron_ext.tools.launch.keeper REPORT.json GRACE_S RESERVE COUNTS TORCHRUN_FLAGS ...
 
-RESERVE is the number of reserve ranks on all hosts, and COUNTS the number of ranks on each host.
-The keeper takes torchrun's flags and writes the same files. torchrun itself stops all ranks within
-a second of the first loss. So does nvidia-resiliency-ext's `ft_launcher` since 0.6, which dropped
-the policy that tolerated losses. The ranks restart themselves, inside their processes
+RESERVE is the number of reserve ranks on all hosts, and COUNTS lists the number of ranks on each
+host. The keeper takes torchrun's flags and writes the same files. torchrun itself stops all ranks
+within a second of the first loss. So does nvidia-resiliency-ext's `ft_launcher` since release 0.6,
+which dropped the policy that tolerated losses. The ranks restart themselves, inside their processes
 (`megatron_ext/training/survival.py`). The keeper on the first host hosts the stores in which the
 ranks rendezvous, so that the job can lose any rank. The other keepers report their losses to it
 (`megatron_ext/tools/launch/board.py`).
@@ -89,7 +89,8 @@ class Rank:
         """Write every line from the rank to its log, and show it if required, until it exits."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            # Keep looping even if the disk is full, because the rank would block on a full pipe.
+            # Keep reading even if the disk is full, because otherwise the rank would block on a
+            # full pipe.
             with suppress(OSError):
                 self._log.write(line)
             if self._is_shown:
@@ -360,11 +361,11 @@ def main() -> int:
     except FirstHostLost as error:
         sys.stderr.write(f"the keeper of the first host does not answer: {error}\n")
         return 1
-    del stores  # the ranks need them until here
+    del stores  # the ranks need them up to this point
     if fatal_loss is None:
         return 0
-    # Report the loss in the format of `elastic`, which the agent reads. Errors of ranks that the
-    # job has survived do not explain its end.
+    # Report the loss in the format of `elastic`, which the agent reads. Errors that the job has
+    # survived do not explain why it ended.
     failure = {
         "stopped": [],
         "survived": board.survived,

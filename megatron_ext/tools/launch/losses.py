@@ -32,9 +32,10 @@ class Loss:
     at: float
     """Time of the loss, in seconds since the epoch."""
     back_after_s: float | None = None
-    """Time from the loss to the first step after a restart; None: there was no such step yet."""
+    """Time from the loss to the first step after a restart; None: there has been no such step
+    yet."""
     is_early: bool = False
-    """Whether the rank was lost before all ranks had met, when no rank can replace it yet."""
+    """Whether the rank was lost before all ranks had met, at which point no rank can replace it."""
 
 
 def loss_in_words(loss: Json) -> str:
@@ -72,15 +73,16 @@ class Losses:
     @property
     def fatal(self) -> Loss | None:
         """The loss that stops the job; None: the job continues."""
-        # After such a loss, a replacement would fail in the same way, or has no other ranks to
-        # meet.
+        # After such a loss, a replacement would fail in the same way, or would find no other ranks
+        # to meet.
         for loss in self.items:
             if loss.exit_code == _USER_ERROR or loss.is_early:
                 return loss
         if len(self.items) <= self.reserve:
             return None
         for loss in self.items:
-            # Training has recovered from losses that have a time, so they did not stop the job.
+            # Training has recovered from the losses that have a recovery time, so they did not stop
+            # the job.
             if loss.back_after_s is None:
                 return loss
         # Training has recovered from every loss, so the reserve ran out with the last one.
@@ -139,6 +141,6 @@ class Losses:
             self._write()
 
     def _write(self) -> None:
-        # If the disk is full, only the record must be lost, not the job.
+        # If the disk is full, the record is lost, but the job must continue.
         with suppress(OSError), RunFolder.open(self.folder) as folder:
             folder.write_json(LOSSES, [asdict(loss) for loss in self.items])

@@ -45,7 +45,8 @@ def manage(args: argparse.Namespace) -> int:
                 # The launcher stops the job in an orderly way and writes its result.
                 launcher.terminate()
                 launcher.wait(plan.grace_s + 5)
-        # Ask the agents even if the launcher has stopped the job, because a process may be left.
+        # Ask the agents even if the launcher has stopped the job, because some processes may be
+        # left.
     elif command == "status":
         print(_state_of(run_id, launcher))
     else:

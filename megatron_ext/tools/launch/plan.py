@@ -43,7 +43,7 @@ def flag_value(flags: Sequence[str], name: str) -> str | None:
     """Return the last value of a flag in a command line, or None."""
     # Parse only this flag, because only Megatron's parser knows all flags, and it runs elsewhere.
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    # With `nargs="?"`, a missing value is no error here. Megatron's parser reports it.
+    # With `nargs="?"`, a missing value is not an error here, because Megatron's parser reports it.
     parser.add_argument(name, dest="value", nargs="?")
     value: str | None = parser.parse_known_args(flags)[0].value
     return value
@@ -105,7 +105,8 @@ class Parallel:
         experts = shards * sizes.expert_model_parallel_size * stages
         dense = tensor * context * pipeline
         replica = dense + forward * pipeline
-        # Expert parallelism spans replicas, so the job needs a common multiple of both sizes.
+        # Expert parallelism spans replicas, so the number of ranks must be a common multiple of
+        # both sizes.
         smallest = replica * math.lcm(dense, experts) // dense
         return cls(tensor, pipeline, context, forward, replica, smallest)
 
@@ -197,7 +198,7 @@ class JobPlan:
         return counts
 
     def check(self) -> None:
-        """Reject hosts with different numbers of processes, or that cannot reach each other.
+        """Reject hosts that have different numbers of processes or cannot reach each other.
 
         Raises:
             LaunchError: Names the hosts and the remedy.
@@ -452,7 +453,7 @@ class JobPlan:
         """Return the first message to a host's agent, with its part of this plan."""
         host, peer = self.hosts[index], None
         if len(self.hosts) > 1 and not self.per_node:
-            # The route to any other host gives the agent the address that it must use.
+            # The agent determines its own address from the route to any other host.
             peer = self.hosts[0].address if index else self.hosts[1].address
         # Send only the script to be checked. The agent gets the whole command when the job starts.
         shared = replace(
@@ -551,8 +552,8 @@ class JobPlan:
 
 def _assignment(name: str, value: str) -> str:
     """Return a bash variable assignment, without the value if it may be a secret."""
-    # Any of the user's variables may be a password. A library's variable is one if its name says
-    # so.
+    # Any of the user's variables may be a password. A library's variable counts as one only if its
+    # name suggests that.
     if name.startswith(FORWARDED) and not _SECRET.search(name):
         return f"{name}={_quoted(value)}"
     # ${NAME?} makes bash stop with an error that names the variable if it is not set.
@@ -563,6 +564,7 @@ def _quoted(word: str) -> str:
     """Return a word quoted for bash, with visible escapes for control characters."""
     if word.isprintable():
         return shlex.quote(word)
-    # Escape bytes, because they need not be valid text and bash accepts them in every locale.
+    # Escape single bytes, because they need not form valid text, and bash accepts such escapes in
+    # every locale.
     escaped = os.fsencode(word).decode("latin-1").encode("unicode_escape").decode()
     return "$'" + escaped.replace("'", r"\'") + "'"

@@ -165,7 +165,7 @@ def _open_below(parent: int, name: str, path: Path, flags: int) -> int:
 
 
 def _require_private(status: os.stat_result, path: Path) -> None:
-    """Reject entries that another user owns or can write to, and all but files and folders.
+    """Reject anything that another user owns or can write to, or that is not a file or folder.
 
     Raises:
         LaunchError: Names the entry and the remedy.

@@ -1,13 +1,13 @@
 """Runs by id: their files, the messages between launcher and agents, and their processes.
 
-Launcher and agent exchange lines, each with a mark and a JSON object. Login scripts and ssh may
-write to the same stream before the agent does, so lines without the mark are kept for error
-messages.
+The launcher and an agent exchange lines, each of which contains a mark and a JSON object. Login
+scripts and ssh may write to the same stream before the agent does, so lines without the mark are
+kept for error messages.
 
-A process is identified by its id *and* its start time, because the system reuses ids. psutil does
-this within one process, and `record` across processes. A run's processes have the run id in their
-environment. They cannot be found by process group, because torchrun makes each rank a group leader,
-nor by searching descendants once the agent has died.
+A process is identified by its id *and* its start time, because the system reuses ids. psutil uses
+both within one process, and `record` makes this possible across processes. A run's processes have
+the run id in their environment. They cannot be found by process group, because torchrun makes each
+rank a group leader, nor by searching descendants once the agent has died.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RANK_MARK = b"\x1e"
 STOPPED = "megatron-ext stop"
 """The reason that an agent reports if `megatron-ext stop` stopped its job."""
 KEEPER = "the keeper of the ranks"
-"""The part of a host that an agent reports as failed if the keeper was killed (`keeper.py`)."""
+"""The part that an agent reports as failed if the keeper was killed (`keeper.py`)."""
 _MARK = b"\x1emegatron-ext "
 # Environment variables in every process of a run: the run id, and the host's index.
 RUN_ID = "MEGATRON_EXT_RUN_ID"

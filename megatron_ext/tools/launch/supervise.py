@@ -57,8 +57,8 @@ def supervise(
             connection.send(op="start", argv=argv, first_rank=first)
         watch = Watch(agents, plan, hellos, display)
         watch.run()
-        # A lost connection does not show whether the agent has died or only ssh. A second
-        # connection does, and stops whatever is left of the job on that host.
+        # A lost connection does not tell whether the agent has died or only ssh. A second
+        # connection shows which, and stops whatever is left of the job on that host.
         lost_hosts = tuple(plan.hosts[index] for index in watch.lost)
         with Agents(replace(plan, hosts=lost_hosts)) as lost_agents:
             answers = lost_agents.ask("stop", _REPORT_S + plan.grace_s)
@@ -130,7 +130,8 @@ class Watch:
             hellos,
             display,
         )
-        # A copy, because the agents' context closes all connections, also those that have ended.
+        # A copy, because the agents' context closes all connections, including those that have
+        # ended.
         self._running = dict(agents.connections)
         self.failures: dict[int, Failure] = {}
         """Host index -> failure."""
