@@ -280,7 +280,9 @@ class Agents:
         torch, grace_s = hello["same"]["torch"], self.plan.grace_s
         release = parse_release(torch) or _FIRST_PATIENT_TORCH
         if grace_s > 30 and not self.plan.per_node and release < _FIRST_PATIENT_TORCH:
-            limit = f"torchrun of torch {torch} gives ranks 30 s to stop, but --grace is {grace_s:g}"
+            limit = (
+                f"torch {torch} gives ranks 30 s to stop, but --grace is {grace_s:g}"
+            )
             hello["warnings"].append(f"{limit}; install torch 2.12 or later")
 
     def _compare(self, hellos: Sequence[Json]) -> None:
