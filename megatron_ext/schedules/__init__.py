@@ -1,8 +1,8 @@
 """Pipeline schedules as data: generated, validated, simulated and drawn.
 
 A `Schedule` holds a list of actions for each rank. `generate` builds one by name, `validate` proves
-it correct, `simulate` computes its step time and memory, and `render` and `svg` draw it. The whole
-package imports only the standard library.
+that it is correct, `simulate` computes its step time and memory, and `render` and `svg` draw it.
+The whole package imports only the standard library.
 
 Terms: a *rank* is a process in the pipeline. The model is split into *stages*, and the stages on a
 rank are its *chunks*. A step runs every *micro-batch* through all stages, forward and backward.

@@ -1,4 +1,4 @@
-"""Compares schedules by simulation: tables, figures, and the flags that train with them."""
+"""Compares simulated schedules: their tables, figures, and the flags for training with them."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def compare(
         slices: Number of slices per micro-batch.
 
     Returns:
-        The simulations, shortest step first; with `all`, also the reasons why other schedules are
-        left out.
+        The simulations, starting with the shortest step; with `all`, also the reasons why other
+        schedules were left out.
 
     Raises:
-        ScheduleError: The schedule (with `all`, every schedule) is impossible for these sizes.
+        ScheduleError: The schedule, or with `all` every schedule, is impossible for these sizes.
     """
     options = options or {}
     if name != "all":
@@ -103,7 +103,7 @@ def compare(
 def _choices(
     chunks: int | None, user_options: Mapping[str, Mapping[str, Option]]
 ) -> list[Choice]:
-    """Return all schedules' variants. The user's options override the variants' options."""
+    """Return the variants of all schedules. The user's options override those of the variants."""
     choices: list[Choice] = []
     for generator in registered().values():
         fixed = dict(user_options.get(generator.name, {}))
@@ -149,7 +149,7 @@ def possible_tables(
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
-    """Return a simulation's figures, keyed as in the output of `plan --json`.
+    """Return a simulation's figures under the same keys as in the output of `plan --json`.
 
     Times are in the same unit as the costs, and activations in Ma (`table/memory.py`).
     """
@@ -179,7 +179,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | int:
-    """Round away summation errors, and return an integer if the result is whole."""
+    """Round off summation errors, and return an integer if the result is a whole number."""
     rounded = round(value, 9)
     if rounded == int(rounded):
         return int(rounded)
@@ -198,7 +198,7 @@ def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
         generator = get(schedule.name)
         chunks = schedule.num_stages // schedule.placement.num_ranks
         flags.append((generator.flags or by_name).format(chunks=chunks))
-        # Options with their default value need no flag.
+        # Options that have their default value do not need a flag.
         for key, values in generator.options.items():
             value = schedule.options.get(key, values[0])
             if value != values[0]:

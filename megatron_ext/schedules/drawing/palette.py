@@ -1,8 +1,8 @@
 """The colours of all pictures: in `plot`, in the trace report and on the website.
 
-Any two colours are distinguishable with any kind of colour blindness (a test computes how well),
-and each has a matching text colour. A rank's even chunks have the strong shade, odd chunks the pale
-one.
+People with any kind of colour blindness can tell any two of the colours apart (a test computes how
+well), and each colour has a matching text colour. A rank's even chunks are drawn in the strong
+shade, and its odd chunks in the pale one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DARK_INK, _LIGHT_INK = "#111418", "#ffffff"
 
 
 def variables(theme: str) -> str:
-    """Return a theme's (`light` or `dark`) colours as CSS variables on one line."""
+    """Return the colours of a theme (`light` or `dark`) as CSS variables on one line."""
     colours = {**_PAGES[theme], **SPANS}
     for kind, (even, odd) in KINDS.items():
         colours |= {kind: even, f"{kind}-odd": odd}
@@ -49,7 +49,7 @@ def variables(theme: str) -> str:
 
 
 def ink(colour: str) -> str:
-    """Return the text colour, dark or light, that has more contrast with a background."""
+    """Return whichever text colour, dark or light, has more contrast with a background."""
     return max(_DARK_INK, _LIGHT_INK, key=lambda text: contrast(text, colour))
 
 
@@ -63,7 +63,8 @@ def contrast(first: str, second: str) -> float:
 def _luminance(colour: str) -> float:
     """Return a colour's relative luminance as defined by WCAG, from 0 to 1."""
     red, green, blue = (_linear(value / 255) for value in bytes.fromhex(colour[1:]))
-    # The weights of sRGB's primaries: the eye is most sensitive to green.
+    # These are the weights of sRGB's primaries. Green has the largest weight because the eye is
+    # most sensitive to it.
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -76,8 +77,8 @@ def _linear(value: float) -> float:
 
 
 def ansi(text: str, colour: str) -> str:
-    """Return text for a terminal, with a background colour."""
-    # 48;2 selects an RGB background, 38;2 an RGB text colour.
+    """Return the text with escape codes that give it a background colour in a terminal."""
+    # 48;2 selects an RGB background, and 38;2 selects an RGB text colour.
     background = _ansi_rgb(colour)
     foreground = _ansi_rgb(ink(colour))
     return f"\x1b[48;2;{background};38;2;{foreground}m{text}\x1b[0m"

@@ -2,10 +2,11 @@
 
     0|F0 F1 F2 F3 .  .  .  .  .  B0--- B1--- B2--- B3---
 
-Time runs to the right. `F0` is the forward pass for micro-batch 0, `B0---` takes as long as two
-forward passes, and `.` is idle time. Lower case marks a rank's second chunk; with more than two
-chunks, cells name the stage, as in `5F0`. For a schedule with twins, both directions are drawn.
-Micro-batches in the second direction are numbered after those in the first.
+Time runs to the right. `F0` is the forward pass for micro-batch 0, `B0---` is a backward pass that
+takes as long as two forward passes, and `.` is idle time. Lower case marks a rank's second chunk.
+If ranks have more than two chunks, each cell names its stage instead, as in `5F0`. For a schedule
+with twins, both directions are drawn. Micro-batches in the second direction are numbered after
+those in the first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Action, Schedule
 
-# A cell, with the dashes of a long bar or the partner in a pair.
+# A cell, including the dashes of a long bar or the partner in a pair.
 _CELL = re.compile(r"\b\d*([FBIWRfbiwr])\d+\S*")
 _KIND_IN_LEGEND = re.compile(r"\b([FBIWR])(?= [a-z])")
 
@@ -39,7 +40,7 @@ def picture(timeline: Timeline, width: int = 100, *, coloured: bool = False) -> 
 
 
 def _painted(cell: re.Match[str]) -> str:
-    """Return a cell in the colour for its kind, in the pale shade if the letter is lower case."""
+    """Return a cell in the colour of its kind, with the pale shade if its letter is lower case."""
     kind = cell[1]
     even, odd = KINDS[kind.upper()]
     if kind.islower():
@@ -57,7 +58,8 @@ def caption(timeline: Timeline) -> str:
     )
 
 
-# A column is as wide as the shortest action, so one tiny duration could fill the memory.
+# A column is as wide as the shortest action, so a single tiny duration could make the grid fill the
+# memory.
 _MAX_CELLS = 1 << 20
 
 
@@ -83,7 +85,7 @@ def _legend(timeline: Timeline) -> str:
     for row in timeline.schedule.rows:
         kinds.update(action.kind for action in row)
     if timeline.schedule.ships_activations:
-        # With shipped activations, R takes no time, so it is not drawn.
+        # If activations are shipped, R takes no time, so it is not drawn.
         kinds -= {"R"}
     parts = [f"{kind} {name}" for kind, name in NAMES.items() if kind in kinds]
     if timeline.schedule.pairs:
@@ -106,10 +108,10 @@ def unit_of_time(timeline: Timeline) -> str:
 
 
 def slot_time(timeline: Timeline) -> float:
-    """Return the duration of one column, which is that of the shortest action."""
+    """Return the duration of one column, which is the duration of the shortest action."""
     durations: list[float] = []
     for row in timeline.bars:
-        # With shipped activations, R takes no time.
+        # If activations are shipped, R takes no time.
         durations += [end - start for _, start, end in row if end > start]
     return min(durations)
 
@@ -206,6 +208,6 @@ def _row_of_cells(bars: Sequence[_Bar], num_columns: int, cell_width: int) -> li
 
 
 def _column(time: float, slot: float) -> int:
-    # `round` rounds halves to even, so a bar from 0.5 to 1.5 would get two columns, and from 1.5 to
-    # 2.5 none.
+    # `round` rounds halves to even, so a bar from 0.5 to 1.5 would get two columns, and a bar from
+    # 1.5 to 2.5 would get none.
     return int(time / slot + 0.5)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Action, Schedule
 
-# In pixels: a lane with its gap, the space for rank names and for a title, and a bar.
+# In pixels: the height of a lane with its gap, the width for rank names, the height of a title, and
+# the height of a bar.
 _ROW, _LEFT, _TOP, _BAR = 24, 58, 30, 20
 # Height of the axis below a schedule's lanes: ticks, numbers and the unit's name.
 _AXIS = 44
@@ -46,14 +47,14 @@ def draw(
     """Return an SVG with one lane per rank above a time axis.
 
     Odd chunks are pale, and actions in the second direction have a frame. Several schedules are
-    drawn below each other on the same time scale. The picture grows with the table so that every
-    number is legible.
+    drawn one below the other, on the same time scale. The picture grows with the table so that
+    every number is legible.
 
     Args:
         timelines: The schedules, from top to bottom.
         unit: The meaning of 1 on the axis; empty: `unit_of_time`.
         memory_gib: Memory on each rank, drawn below the schedules; empty: not drawn.
-        limit_gib: Memory limit per rank, which is the length of a memory lane.
+        limit_gib: Memory limit per rank, to which the full length of a memory lane corresponds.
     """
     for timeline in timelines:
         check_drawable(timeline)
@@ -89,7 +90,7 @@ def draw(
 
 
 def _scale(timelines: Sequence[Timeline]) -> float:
-    """Return how many pixels per unit of time make every number legible."""
+    """Return how many pixels a unit of time needs so that every number is legible."""
     legible = shortest_scale = 0.0
     for timeline in timelines:
         for row in timeline.bars:
@@ -122,7 +123,7 @@ def _fills(timelines: Sequence[Timeline]) -> str:
 def _memory(
     memory_gib: Sequence[float], limit_gib: float, width: int, y: int
 ) -> Iterator[str]:
-    """Yield a memory lane for each rank. The length of the lane is the limit."""
+    """Yield a memory lane for each rank. The full length of the lane corresponds to the limit."""
     yield f'<text class="title" x="4" y="{y + 17}">memory, of {limit_gib:g} GiB</text>'
     full = width - _LEFT - 24
     for rank, rank_gib in enumerate(memory_gib):
@@ -178,7 +179,7 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
 
 
 def _axis(timeline: Timeline, scale: float, y: int, unit: str) -> Iterator[str]:
-    """Yield an axis with numbers at round times and its unit's name."""
+    """Yield an axis with numbers at round times and the name of its unit."""
     end = _LEFT + timeline.makespan * scale
     # Use the smallest of 1, 2, 5 or 10 times a power of ten that keeps numbers 50 pixels apart.
     step = 10 ** math.floor(math.log10(90 / scale))
@@ -202,7 +203,7 @@ def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:
             f'<rect class="{classes}" x="{x}" y="{y - 10}" width="12" height="12"/>'
         )
         parts.append(f'<text x="{x + 17}" y="{y}">{name}</text>')
-        # 6 pixels per character are enough; the box and the gaps take 34.
+        # 6 pixels per character are enough, and the box and the gaps take another 34 pixels.
         x += 34 + 6 * len(name)
     notes = []
     if any(schedule.num_slices > 1 for schedule in schedules):

@@ -1,13 +1,14 @@
 """BitPipe: two mirrored pipelines, each interleaved in a V, on the same ranks.
 
 The first pipeline goes down the ranks and back up through 2pp stages, and the second one starts at
-the last rank. While one pipeline fills, the other one works. Ranks r and pp-1-r hold the same four
-stages, so weights are stored twice. The table covers half of the micro-batches on pp/2 ranks in W
-placement. It runs twice, the second time mirrored, and the twins are data-parallel peers. With
-`routing=twin`, activations cross to the twin at the inner folds, as in the paper. With
+the last rank. While one pipeline fills, the other one does useful work. Ranks r and pp-1-r hold the
+same four stages, so weights are stored twice. The table covers half of the micro-batches on pp/2
+ranks in W placement. It runs twice, the second time mirrored, and the twins are data-parallel
+peers. With `routing=twin`, activations cross to the twin at the inner folds, as in the paper. With
 `routing=local`, activations stay on their rank, which saves messages.
 
-`order=paper` is the order in the published code. Its bubble grows with every pp micro-batches.
+`order=paper` is the order in the published code. Its bubble grows with every additional pp
+micro-batches.
 
 Paper: Wu et al., BitPipe, 2024 (arXiv 2410.19367); code: wuhouming/BitPipe.
 
@@ -34,12 +35,12 @@ with this placement has a smaller bubble: the middle ranks cannot start earlier.
 legal. The bubble is larger if m is below or slightly above pp, or if costs are unequal. With
 unequal costs and pp >= 16, the bubble also grows slowly with m.
 
-Activations: min(pp, m) at most. Each direction sums its gradients in micro-batch order; then
-gradients are reduced across the twins, as across data-parallel ranks. So losses and gradients are
-bit-identical to those from Megatron's pipeline on pp/2 ranks, with one exception: with
-`routing=twin` and experts spread over the twins, the experts in stages between the inner folds see
-the twins' tokens in the opposite order. In that case, losses agree to 1e-6 (with `routing=local`,
-bit for bit).
+Activations: at most min(pp, m). Each direction sums its gradients in micro-batch order. The
+gradients are then reduced across the twins, in the same way as across data-parallel ranks. So
+losses and gradients are bit-identical to those from Megatron's pipeline on pp/2 ranks, with one
+exception: with `routing=twin` and experts spread over the twins, the experts in stages between the
+inner folds see the twins' tokens in the opposite order. In that case, losses agree to 1e-6 (with
+`routing=local`, bit for bit).
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def bitpipe(
     if order == "paper":
         rows = _paper_rows(pp, m)
     else:
-        # The cap counts the activations of single stages. A stage is 1/(2pp) of the model, so a cap
-        # of 2pp equals the pp units stated above.
+        # The cap counts the activations of each stage separately. A stage is 1/(2pp) of the model,
+        # so a cap of 2pp equals the pp units stated above.
         problem = Problem(folded, m, cap=2 * pp, costs=costs)
         # With few ranks, the search reaches the lower bound without a limit on micro-batches in
         # flight. With many ranks, it does so only with a limit near pp/2.
@@ -101,8 +102,8 @@ def bitpipe(
 def _paper_rows(pp: int, num_microbatches: int) -> tuple[Row, ...]:
     """Return the published order for one of the two pipelines."""
     num_ranks = pp // 2
-    # The published order needs whole units of one micro-batch per rank. Round the number of
-    # micro-batches up to whole units, and drop the surplus.
+    # The published order consists of whole units, each with one micro-batch per rank. Round the
+    # number of micro-batches up to whole units, and drop the surplus.
     published = math.ceil(num_microbatches / num_ranks) * num_ranks
     rows = tuple(_paper_row(rank, pp, published) for rank in range(num_ranks))
     if published == num_microbatches:
@@ -111,7 +112,7 @@ def _paper_rows(pp: int, num_microbatches: int) -> tuple[Row, ...]:
 
 
 class _Pass(NamedTuple):
-    """The stages on one rank, in forward order: both sides of one V, then of the other."""
+    """The stages on one rank, in forward order: both sides of one V, then both of the other V."""
 
     first_down: int
     first_up: int

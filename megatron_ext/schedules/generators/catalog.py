@@ -1,9 +1,9 @@
 """Schedules by name.
 
 A generator is a pure function `(pp, num_microbatches, **options) -> Schedule` in a module of
-`generators/`, decorated with `@register`; with `free_chunks` the number of chunks is the third
-argument, and with `needs_costs` the costs are the last one. `plan`, `plot` and the tests that cover
-all schedules look generators up here, so no other registration is needed. See
+`generators/`, decorated with `@register`. If `free_chunks` is set, the third argument is the number
+of chunks. If `needs_costs` is set, the last argument is the costs. `plan`, `plot` and the tests
+that cover all schedules look generators up here, so no other registration is needed. See
 docs/adding-a-schedule.md.
 """
 
@@ -25,11 +25,11 @@ from megatron_ext.schedules.table.table_change import take_table_changes
 CSV_PREFIX = "csv:"
 SLICED_BY_LENGTH = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
 """Schedules that support slices by length, because their tables are fast to generate."""
-# Without these limits, plan, plot and doctor would not answer for absurd sizes.
+# Without these limits, plan, plot and doctor would never finish for absurdly large sizes.
 MAX_RANKS = 4096
 MAX_PASSES = 1 << 21
 """Maximum number of forward passes in a table. Generating a table of this size takes about ten
-seconds and 1 GB."""
+seconds and 1 GB of memory."""
 MAX_SEARCHED_PASSES = 1 << 18
 """Maximum number of forward passes in a table produced by a search."""
 
@@ -53,11 +53,12 @@ class Generator:
     twins: int = 1
     """2: two mirrored pipelines share the ranks, and each runs half of the micro-batches."""
     pairs: bool = False
-    """Whether forward and backward passes already alternate, so that pairs only need marking."""
+    """Whether forward and backward passes already alternate, so that pairs only need to be
+    marked."""
     needs_costs: bool = False
-    """Whether the table depends on costs, which the generator then takes as its last argument."""
+    """Whether the table depends on costs. If so, the generator takes them as its last argument."""
     listed: bool = True
-    """Whether `--pipeline-schedule` accepts the schedule and comparisons of all schedules show
+    """Whether `--pipeline-schedule` accepts the schedule and comparisons of all schedules include
     it."""
     searches: Callable[[int, int], bool] = lambda _pp, _num_microbatches: False
     """Takes (ranks, micro-batches) and returns whether a search produces the table."""
@@ -73,7 +74,7 @@ class Generator:
         Raises:
             ScheduleError: An option or a value does not exist.
         """
-        # Users may state the number of chunks even if it is fixed.
+        # Users may specify the number of chunks even if it is fixed.
         if chunks not in (None, self.num_chunks) and not self.free_chunks:
             raise ScheduleError(
                 f"{self.name} always splits the model into {self.num_chunks} stages for each rank, "
@@ -134,7 +135,7 @@ def _load_generators() -> None:
 def registered(*, unlisted: bool = False) -> dict[str, Generator]:
     """Return the generators, by name.
 
-    `unlisted` also returns generators that `--pipeline-schedule` does not accept.
+    If `unlisted` is set, the result includes generators that `--pipeline-schedule` does not accept.
     """
     _load_generators()
     # Sort the names, because plug-ins register in import order, which differs between programs.
@@ -191,8 +192,8 @@ def generate(
             `slices=4` or `pairs=True`.
 
     Raises:
-        ScheduleError: No table has these sizes; the message states the rule and suggests sizes that
-        work.
+        ScheduleError: No table exists for these sizes; the message states the rule and suggests
+        sizes that work.
     """
     changes = take_table_changes(options)
     if name.startswith(CSV_PREFIX):
@@ -227,13 +228,13 @@ def generate(
     if generator.free_chunks:
         arguments.append(num_chunks)
     if generator.needs_costs:
-        # To the generator, each action is therefore num_passes / num_microbatches times too long,
-        # so scale the latency by the same factor. `slice_scale` is by micro-batch of the data, so
-        # drop it: the generator's micro-batches are slices.
+        # To the generator, each action therefore appears num_passes / num_microbatches times too
+        # long, so scale the latency by the same factor. Drop `slice_scale`, because it refers to
+        # the micro-batches of the data, while the generator's micro-batches are slices.
         latency = costs.latency * num_passes / num_microbatches
         arguments.append(replace(costs, latency=latency, slice_scale=()))
     if generator.searches(pp, num_passes):
-        # The cache needs arguments that can be hashed, hence the tuples.
+        # The cache needs arguments that can be hashed, so convert them to tuples.
         schedule = _searched(
             generator.build, tuple(arguments), tuple(complete_options.items())
         )

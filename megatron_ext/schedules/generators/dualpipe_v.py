@@ -59,7 +59,8 @@ def _step_list(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
     else:
         turn = [("B1 B0", half), ("B1 I0", 1), ("I1 I0", rank - half)]
     phases = (
-        # Steps 1 to 3 of the published code: forward passes fill the V, and the first I run early.
+        # Steps 1 to 3 of the published code: forward passes fill the V, and the first I actions run
+        # early.
         ("F0", 2 * below),
         ("F0 F1", rank + 1),
         ("I1 W F1", below),

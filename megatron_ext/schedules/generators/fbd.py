@@ -2,13 +2,13 @@
 
 Forward ranks 0 to p/2-1 hold the p/2 stages and keep no activations. Each of them sends its output
 to the next forward rank and to the next stage's backward rank. Backward ranks p/2 to p-1 hold the
-stages in reverse. There R repeats the forward pass, this time recording an autograd graph, and B
-runs the backward pass, so only one micro-batch's activations are alive. No rank needs the last
-stage's output, so the last forward rank idles.
+stages in reverse. There, R repeats the forward pass, this time recording an autograd graph, and B
+runs the backward pass, so only one micro-batch's activations are alive at a time. No rank needs the
+last stage's output, so the last forward rank idles.
 
 With `activations=ship`, a forward rank sends the saved input of each layer, and B recomputes each
-layer just before its backward pass; R takes no time. Then all forward ranks work, and a backward
-rank keeps activations for a single layer instead of a whole stage.
+layer just before that layer's backward pass; R takes no time. All forward ranks then do useful
+work, and a backward rank keeps activations for a single layer instead of a whole stage.
 
 Idea: the forward pass/backward disaggregation in MegatronApp.
 

@@ -29,7 +29,7 @@ def gpipe(pp: int, num_microbatches: int) -> Schedule:
     for rank in range(pp):
         forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
         backwards = [Action(rank, "B", i) for i in range(num_microbatches)]
-        # Backward passes run in ascending order, as in 1F1B, so gradients are summed in the same
-        # order as without a pipeline.
+        # Backward passes run in ascending micro-batch order, as in 1F1B, so gradients are summed in
+        # the same order as without a pipeline.
         rows.append((*forwards, *backwards))
     return Schedule("gpipe", placement.linear(pp), num_microbatches, tuple(rows))

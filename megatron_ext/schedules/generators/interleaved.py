@@ -13,7 +13,7 @@ interleaved chunks=2: pp 4, m 4, makespan 16.5, bubble 4.5 (27.3 %), peak 4
 3|.  .  .  F0 F1 F2 F3 f0 b0--- f1 b1--- f2 b2--- f3 b3--- B0--- B1--- B2--- B3--- .  .  .  .  .  .
 
 If pp does not divide m, the table is generated for whole groups and the surplus micro-batches are
-removed from the last one.
+removed from the last group.
 
 Bubble: (pp - 1)(Tf + Tb + Tw) / v for m = k pp.
 Activations: min(m, (2(pp - 1) + (v - 1)pp + 1) / v) on rank 0.

@@ -25,7 +25,7 @@ def alternate(
 
 
 def shortened(rows: Sequence[Row], num_microbatches: int) -> tuple[Row, ...]:
-    """Return the rows in a longer table, truncated to its first micro-batches.
+    """Return the rows of a longer table, truncated to its first micro-batches.
 
     Actions of different micro-batches depend on each other only through their order on a rank. So
     if the longer table completes, the shortened table does too. The shortened table keeps the order
@@ -71,8 +71,8 @@ def expand(
     return tuple(row)
 
 
-# This is a plain tuple, because `expand` unpacks one per action, for millions of actions, and named
-# tuples are slower.
+# This is a plain tuple, because `expand` unpacks one tuple for each of millions of actions, and
+# named tuples are slower.
 _Step = tuple["Kind", int, str]
 """(kind, stage, counter). Steps that share a counter take the micro-batches in turn."""
 

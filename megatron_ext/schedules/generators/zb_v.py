@@ -2,9 +2,9 @@
 
 The stages go down the ranks and back up, so rank 0 holds the first and the last stage, and the turn
 at the last rank needs no message. Every rank keeps the same amount of activations. For m >= 2pp,
-each rank works without a gap from its first to its last action, so the only bubble is the skewed
-start. With few micro-batches the published order has gaps. In that case, a search (greedy.py) also
-produces a table, and the shorter of the two is used.
+each rank works without a gap from its first to its last action, so the only bubble comes from the
+staggered start. With few micro-batches the published order has gaps. In that case, a search
+(greedy.py) also produces a table, and the shorter of the two is used.
 
 Paper: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241), section 6.
 
@@ -47,8 +47,8 @@ def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     problem = Problem(placement.v(pp), num_microbatches, cap=2 * pp, costs=costs)
     variants = [Variant()]
     if num_microbatches > pp:
-        # The cap admits most of the step's micro-batches but not all. Running I before F then
-        # leaves a gap at the end (greedy.py).
+        # The cap admits most of the step's micro-batches but not all of them. Running I before F
+        # then leaves a gap at the end (greedy.py).
         variants.insert(0, Variant(forwards_first=True))
     for limit in spread(pp // 2 + 1, pp):
         variants.append(Variant(limit))
@@ -66,7 +66,8 @@ def _table(pp: int, num_microbatches: int, rows: Rows) -> Schedule:
 
 def _published_rows(pp: int, num_microbatches: int) -> Rows:
     """Return the published order for all ranks."""
-    # The phases need at least 2pp - 1 micro-batches. For fewer micro-batches, shorten that table.
+    # The phases need at least 2pp - 1 micro-batches. For fewer micro-batches, shorten the table for
+    # 2pp - 1.
     published = max(num_microbatches, 2 * pp - 1)
     rows = tuple(_row(rank, pp, published) for rank in range(pp))
     if published == num_microbatches:

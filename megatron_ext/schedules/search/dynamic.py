@@ -1,7 +1,7 @@
 """Simulates a step with a dynamic order, event by event.
 
-This is the counterpart to `simulate.py`, with the same costs. There, the table fixes the order.
-Here, policies choose the order as time advances.
+This is the counterpart to `simulate.py`, and uses the same costs. In `simulate.py`, the table fixes
+the order. Here, policies choose the order as time advances.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _DynamicStep:
         self._host_free = [0.0 for _ in ranks]
         # By tensor: its past or future arrival time.
         self._arrivals: dict[Message, float] = {}
-        # Heap of pending events. At first, every rank chooses.
+        # Heap of pending events. At the start, every rank makes a choice.
         self._events = [_RankEvent(0.0, True, rank) for rank in ranks]
         for policy in policies:
             policy.progress.hears_launches = bool(costs.launch)
@@ -129,7 +129,7 @@ class _DynamicStep:
         heapq.heappush(self._events, _RankEvent(time, arrival is None, rank, arrival))
 
     def _wake(self, rank: int, now: float) -> None:
-        """Let a rank choose and start an action, unless its policy still waits."""
+        """Let a rank choose and start an action, unless its policy is still waiting."""
         policy = self._policies[rank]
         ends = self._clock.ends[rank]
         device_free = ends[-1] if ends else 0.0
@@ -157,7 +157,7 @@ class _DynamicStep:
         begin = max(launched, device_free)
         for action in actions:
             if action.kind != "W":
-                # If there is no entry, the tensor arrived before the rank chose.
+                # If there is no entry, the tensor arrived before the rank made its choice.
                 begin = max(begin, self._arrivals.get(tensor_of(action), 0.0))
         end = self._clock.run(rank, begin, *actions)
         if len(actions) == 2:

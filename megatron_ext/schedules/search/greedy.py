@@ -1,8 +1,8 @@
 """A greedy list scheduler for split backward passes with a cap on activations.
 
 The scheduler fills the timeline from the start. An idle rank starts the highest-priority action
-whose inputs have arrived. I precedes F, and F precedes W, so W fills gaps, and otherwise runs only
-if the cap allows nothing else.
+whose inputs have arrived. I takes precedence over F, and F takes precedence over W, so W fills
+gaps, and otherwise runs only if the cap allows nothing else.
 
 If the cap admits most but not all micro-batches in a step, this order delays the last few until no
 I remains, which leaves a gap at the end. For that case, `Variant.forwards_first` runs F before I.
@@ -34,18 +34,18 @@ Key = tuple[int, int, int, int]
 # Maximum number of actions that one search places while it compares variants. A search of this size
 # takes about 20 seconds.
 _MAX_PLACED = 2_000_000
-# Number of micro-batches per rank in the short table on which a search compares limits for longer
-# tables.
+# Number of micro-batches per rank in the short table that a search uses to compare limits for
+# longer tables.
 _PILOT_ROUNDS = 4
 
 
 def _priority(action: Action) -> Key:
-    """Return a sort key: backward passes, then F from deep stages to shallow ones, then W."""
+    """Return a sort key that orders backward passes, then F from deep to shallow stages, then W."""
     stage, kind, microbatch, slice_index = action
     # The deepest forward pass is closest to its backward pass, which frees memory.
     if kind == "F":
         return 1, -stage, microbatch, slice_index
-    # Slices run their backward passes in reverse order.
+    # The backward passes of slices run in reverse order.
     if kind == "W":
         return 2, stage, microbatch, -slice_index
     return 0, stage, microbatch, -slice_index
@@ -62,7 +62,8 @@ class Problem:
     placement: Placement
     num_microbatches: int
     cap: float
-    """Maximum number of live activations on a rank, each for one stage and micro-batch."""
+    """Maximum number of live activations on a rank, counted separately for each stage and
+    micro-batch."""
     costs: Costs
     slices: tuple[float, ...] = (1.0,)
     """The share of a micro-batch in each of its slices (`Schedule.slices`)."""
@@ -83,7 +84,7 @@ class Problem:
         return self.slice_sizes[microbatch] if self.slice_sizes else self.slices
 
     def durations_of(self, microbatch: int) -> dict[Kind, list[int]]:
-        """Return the ticks that each kind of action takes on one stage, by slice."""
+        """Return how many ticks each kind of action takes on one stage, by slice."""
         # Costs apply to 1/pp of the model. A stage is num_ranks * twins / num_stages of that share.
         share = (
             self.placement.num_ranks * self.placement.twins / self.placement.num_stages
@@ -104,7 +105,7 @@ class Problem:
 
     @property
     def delays(self) -> list[int]:
-        """Latency in ticks between adjacent stages, by the lower stage."""
+        """Latency in ticks between adjacent stages, indexed by the lower stage."""
         latency = round(self.costs.latency * _TICKS)
         delays = []
         for hop in self.placement.hops:
@@ -115,7 +116,7 @@ class Problem:
     def bound(self) -> int:
         """A lower bound on the makespan: the last rank's start time plus all of its work."""
         num_ranks = self.placement.num_ranks
-        # The first micro-batch passes one stage on each rank before the last one.
+        # The first micro-batch passes through one stage on each rank before the last one.
         forward = self.durations_of(0)["F"][0]
         delays = self.delays[: num_ranks - 1]
         start = forward * (num_ranks - 1) + sum(delays)
@@ -133,10 +134,11 @@ class Variant(NamedTuple):
     """Parameters for one greedy run."""
 
     limit: int | None = None
-    """Maximum number of slices (or whole micro-batches) between their first F and their last I or
-    B; None: unlimited."""
+    """Maximum number of slices (or whole micro-batches) that may be between their first F and their
+    last I or B at the same time; None: unlimited."""
     forwards_first: bool = False
-    """Whether F runs before I. In that case, W runs at the cap as soon as an F needs the room."""
+    """Whether F runs before I. If so, once the cap is reached, W runs as soon as an F needs the
+    room."""
 
 
 def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
@@ -150,7 +152,7 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
     num_ranks = problem.placement.num_ranks
     surplus = max(0, problem.num_microbatches // num_ranks - _PILOT_ROUNDS) * num_ranks
     best = None
-    # If micro-batches differ, no shorter table can represent the long one.
+    # If the micro-batches differ from each other, no shorter table can represent the long one.
     if surplus and not problem.slice_sizes:
         # Compare the variants on a short table, because comparing them on the long table would take
         # too long. The pipeline reaches its steady state early, so the same limit is best for both
@@ -185,9 +187,9 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
 def slots_for_forward(schedule: Schedule) -> int:
     """Return how many slots per edge (at least 2) a forward-only table needs to complete.
 
-    During training, the number of activations that ranks keep limits the messages in flight.
-    Evaluation keeps no activations, so senders wait for receivers. With as many slots as the
-    simulated run uses, no run deadlocks.
+    During training, the messages in flight are limited by the number of activations that ranks
+    keep. Evaluation keeps no activations, so senders wait for receivers instead. If there are as
+    many slots as the simulated run uses, no run deadlocks.
     """
     # By stage: the link to the rank that receives its output, or None if the output stays on the
     # rank.
@@ -221,7 +223,8 @@ def _best(problem: Problem, variants: Sequence[Variant]) -> _Attempt | None:
     forwards = problem.placement.num_stages * problem.num_slices
     # The variants differ in their limit on micro-batches in flight. There is no formula for the
     # best limit, so try several limits, and fewer of them for long tables, to bound the search
-    # time. Each forward pass comes with up to two backward actions, hence the 3.
+    # time. The factor of 3 is there because each forward pass comes with up to two backward
+    # actions.
     max_attempts = max(1, _MAX_PLACED // (3 * forwards))
     step = math.ceil(len(variants) / max_attempts)
     for variant in variants[::step]:
@@ -243,7 +246,8 @@ Candidate = tuple[Key, Action]
 """(priority, action). The best candidate is at the top of its heap."""
 
 Choice = tuple[int, Key, Action]
-"""(time, priority, action): the earliest start, or the actual start if the action was chosen."""
+"""(time, priority, action). The time is the earliest start, or the actual start once the action has
+been chosen."""
 
 
 @dataclass
@@ -257,7 +261,7 @@ class _Rank:
     free: int = 0
     """The tick at which the rank may start another action."""
     live: float = 0
-    """Number of live activations on the rank, each for one stage and micro-batch."""
+    """Number of live activations on the rank, counted separately for each stage and micro-batch."""
     future: list[Choice] = field(default_factory=list)
     inputs: list[Candidate] = field(default_factory=list)
     """B and I."""
@@ -370,7 +374,7 @@ class _Attempt:
             # This action's own rank chooses later, in `run`.
             if receiver != number and self._may_prefer(receiver, arrival):
                 self._choose(receiver)
-        # Slices reach the other stages in order, and their gradients return in reverse.
+        # Slices reach the other stages in order, and their gradients return in reverse order.
         if kind == "F":
             is_last_slice = slice_index + 1 == len(self._sizes[microbatch])
             # The last stage starts a micro-batch's backward pass once all of the micro-batch's
@@ -403,7 +407,7 @@ class _Attempt:
     def _may_prefer(self, number: int, arrival: int) -> bool:
         """Return whether a rank may choose an action that becomes possible at `arrival`."""
         choice = self._ranks[number].choice
-        # Other actions that a limit held back may be possible again.
+        # Other actions that a limit held back may have become possible again.
         if choice is None or self.variant.limit is not None:
             return True
         return arrival <= choice[0]
@@ -443,8 +447,8 @@ class _Attempt:
         # With `forwards_first`, an F that fits takes precedence over all other candidates, and at
         # the cap, W makes room.
         forwards = [rank.forwards]
-        # Only the first stage starts micro-batches, so the limit delays forward passes on no other
-        # stage.
+        # Only the first stage starts micro-batches, so the limit does not delay forward passes on
+        # any other stage.
         if self._in_flight < self._max_in_flight:
             forwards.append(rank.entries)
         may_grow = rank.live < self._problem.cap

@@ -4,8 +4,8 @@ If a rank runs a later action while the head's input is in flight, and the input
 later action ends, the head is delayed. In tables optimised for quiet links, such as zb-v, ranks
 wait only briefly, often for one message latency, so running ahead immediately makes the step
 slower. Two strategies avoid this loss: fill idle time with W only, or wait as long as in the static
-order. Among the strategies without a loss, a simulation selects the fastest one for durations that
-vary a little.
+order. Of the strategies that cause no loss, a simulation selects the one that is fastest when
+durations vary a little.
 
 With pairs, if only the head's partner is missing, a rank waits for the partner, but no longer than
 the time that the pair would save.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # Message latency on a quiet link, in units of a forward pass.
 _QUIET_LATENCY = 0.05
-# Delay beyond the simulated arrival after which a message counts as late, in units of a forward
+# How long after its simulated arrival a message starts to count as late, in units of a forward
 # pass.
 _MARGIN = 0.05
 # Standard deviation of the logarithm of the durations.
@@ -151,7 +151,8 @@ def _best_hint(
     filling = _copied(lambda rank: hint(rank, weights_fill=True))
 
     def loses_nothing(policy: Callable[[int], Policy]) -> bool:
-        # The tolerance covers rounding errors, because durations are summed in a different order.
+        # The tolerance covers rounding errors, which occur because the durations are summed in a
+        # different order.
         return simulate_dynamic(schedule, policy, calm).makespan <= static.makespan * (
             1 + 1e-9
         )
@@ -175,7 +176,8 @@ def waits_of(static: Timeline, rank: int) -> Patience:
     row = static.schedule.rows[rank]
     pairs = static.schedule.pairs_of(rank)
     clock = Clock(static.schedule, static.costs)
-    # A pair saves the difference between the time of its two actions alone and their time together.
+    # A pair saves the difference between the time that its two actions take separately and the time
+    # that they take together.
     durations = list(map(clock.time_of, row))
     gains = [0.0] * len(row) if pairs else []
     for index in pairs:
@@ -192,11 +194,11 @@ def waits_of(static: Timeline, rank: int) -> Patience:
 # Mean latency on late links, in units of a forward pass. The latency is log-normal with sigma 1.
 _LATE = 0.5
 NOTABLE = 0.005
-"""Two times are considered equal if their relative difference is below this."""
+"""Two times are considered equal if their relative difference is below this value."""
 
 
 class Gains(NamedTuple):
-    """Static makespan / dynamic makespan, by kind of link. Above 1, the dynamic order wins."""
+    """Static makespan / dynamic makespan, by kind of link. Above 1, the dynamic order is faster."""
 
     quiet: float
     late: float
@@ -241,7 +243,7 @@ def _late(costs: Costs, seed: int) -> Costs:
 
 def _hint_simulator(schedule: Schedule, costs: Costs) -> Callable[[Costs], Timeline]:
     """Return a function that simulates a table under `--use-dpp` with a policy for these costs."""
-    # In training too, a dynamic order splits backward passes so that W can fill gaps.
+    # As in training, a dynamic order splits backward passes so that W can fill gaps.
     split = split_backwards(schedule)
     hints = policies(
         "hint",

@@ -6,12 +6,13 @@ perform no I/O. The simulator and the executor drive the same object through `Pr
 `choose` and `finished`.
 
 `hint` follows a static table as long as possible. If the head of the table must wait, `hint` runs
-the first later action that is ready and keeps the remaining table's activation curve within a cap.
-The cap is the same on all ranks. `patience.py` decides how long a rank first waits for the head.
-`breadth-first` and `depth-first` ignore the table's order, have no cap, and serve as baselines.
+the first later action that is ready and that keeps the activation curve of the remaining table
+within a cap. The cap is the same on all ranks. `patience.py` decides how long a rank first waits
+for the head. `breadth-first` and `depth-first` ignore the table's order, have no cap, and serve as
+baselines.
 
-Dynamic pipelines come from MegatronApp's DPP (breadth-first). Using the table as a hint that bounds
-memory is new here; RRFP (arXiv 2605.18750) is similar.
+The idea of dynamic pipelines comes from MegatronApp's DPP (breadth-first). Using the table as a
+hint that bounds memory is new here; RRFP (arXiv 2605.18750) is similar.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Patience:
     """How long a rank waits for the head of its table, in the same unit as the costs."""
 
     waits: Sequence[float]
-    """By position of the head: how long the rank must be idle before skipping the head."""
+    """By position of the head: how long the rank must be idle before it skips the head."""
     durations: Sequence[float]
     """By position: the action's duration under these costs, to calibrate the unit of time."""
     gains: Sequence[float] = ()
@@ -77,7 +78,7 @@ class Policy(ABC):
     def looks_ahead(self) -> bool:
         """Return whether to choose while the last action is still running on the device.
 
-        True only if no message that may arrive in the meantime can change the choice.
+        The result is true only if no message that may arrive in the meantime can change the choice.
         """
 
     @abstractmethod
@@ -112,7 +113,7 @@ class Policy(ABC):
 
 
 class Curve:
-    """Changes to a count by position, and the maximum of their running sum.
+    """The changes to a count, by position, and the maximum of their running sum.
 
     When an action runs early, its change is removed, which shifts the curve after it. Removals and
     queries take O(log n), because each node of a tree stores the sum of the changes below it and
@@ -180,9 +181,9 @@ class Hint(Policy):
     Args:
         schedule: The table.
         rank: Pipeline rank.
-        cap: Maximum number of activations (of one stage each) that the rank may keep. It must be at
-            least the table's peak on that rank.
-        weights_fill: Whether W may leave its position in the table and run if nothing else can.
+        cap: Maximum number of activations, counted separately for each stage, that the rank may
+            keep. It must be at least the table's peak on that rank.
+        weights_fill: Whether W may leave its position in the table and run if no other action can.
         patience: See `patience.py`; None: never wait for the head.
         stash_ratio: Size of a weight stash in activations (`table/memory.py`), at least 1.
     """
@@ -270,7 +271,7 @@ class Hint(Policy):
     def with_partner(self, index: int) -> tuple[int, ...]:
         """Return the chosen action, and its partner unless it follows its input."""
         positions = (index,) if self._follows else super().with_partner(index)
-        # The chosen action's change has already been taken, so `take` returns 0 for it.
+        # The chosen action's change has already been removed, so `take` returns 0 for it.
         self.live += sum(map(self._remaining.take, positions))
         return positions
 
@@ -361,15 +362,16 @@ class Hint(Policy):
 
 
 class Greedy(Policy):
-    """Alternates forward and backward passes by fixed preference, and runs W if neither can run.
+    """Alternates between forward and backward passes, and runs W if neither can run.
 
-    A rank may keep up to m activations. The table's order has no effect.
+    A rank may keep up to m activations. The preferences are fixed, and the table's order has no
+    effect.
 
     Args:
         schedule: The table.
         rank: Pipeline rank.
-        depth_first: Whether forward passes on the deepest chunk, instead of the first chunk, come
-            first.
+        depth_first: Whether forward passes on the deepest chunk come first, instead of those on the
+            first chunk.
     """
 
     def __init__(self, schedule: Schedule, rank: int, *, depth_first: bool) -> None:
@@ -380,7 +382,7 @@ class Greedy(Policy):
             depth = action.stage
             if forward == depth_first:
                 depth = -action.stage
-            # Within a micro-batch, the backward passes of slices run in reverse.
+            # Within a micro-batch, the backward passes of slices run in reverse order.
             slice_turn = action.slice
             if not forward:
                 slice_turn = -action.slice
@@ -394,14 +396,14 @@ class Greedy(Policy):
         self._backward_next = True
 
     def looks_ahead(self) -> bool:
-        """Return whether an action is ready in the direction opposite to the last action."""
+        """Return whether an action in the opposite direction to the last action is ready."""
         progress = self.progress
         if self._backward_next:
             return bool(progress.backwards)
         return bool(progress.forwards)
 
     def choose(self) -> int | None:
-        """Choose the direction opposite to the last action, if it has a ready action."""
+        """Choose the opposite direction to the last action, if it has a ready action."""
         progress = self.progress
         turns = [progress.backwards, progress.forwards]
         if not self._backward_next:
@@ -416,12 +418,12 @@ class Greedy(Policy):
 def activation_cap(
     schedule: Schedule, extra_activations: int = 0, stash_ratio: float = 1.0
 ) -> float:
-    """Return the cap that `hint` uses on all ranks, in activations of one stage each.
+    """Return the cap that `hint` uses on all ranks: a number of activations, counted per stage.
 
     Args:
         schedule: The table.
-        extra_activations: Number of micro-batches allowed beyond the table's peak, each counted on
-            all stages of a rank.
+        extra_activations: Number of micro-batches allowed beyond the table's peak. Each of them
+            counts once for every stage on a rank.
         stash_ratio: Size of a weight stash, in activations.
     """
     # A separate cap per rank would not help: devices are equal, so the rank with the highest peak
@@ -439,10 +441,10 @@ _MAX_SLOTS = 1024  # the limit of an arena (csrc/core/arena.h)
 def arena_slots(
     table: Schedule, extra_activations: int | None = None, stash_ratio: float = 1.0
 ) -> int:
-    """Return the number of slots for a pair of ranks: twice their peak of messages in flight.
+    """Return the number of slots for two ranks: twice the peak of messages in flight between them.
 
-    The peak includes both directions. The second half of the slots holds messages that have arrived
-    but have not been consumed. The result does not exceed the arena's limit.
+    The peak includes both directions. The second half of the slots is for messages that have
+    arrived but have not been consumed. The result does not exceed the arena's limit.
 
     `extra_activations` is the allowance for a dynamic order; None: the static order. Each edge gets
     slots for the activations that a policy may keep beyond the table's peak. A greedy policy may

@@ -107,8 +107,8 @@ class Progress:
     def _order_gradients(self) -> None:
         """Make each stage's backward passes become ready in micro-batch order.
 
-        Gradients are then summed in the same order whatever arrives first, and results are
-        bit-identical to those from the static table.
+        Gradients are then summed in the same order regardless of which message arrives first, and
+        results are bit-identical to those from the static table.
         """
 
         def turn(index: int) -> tuple[int, int]:
@@ -130,7 +130,7 @@ class Progress:
                 self._order(before, after)
 
     def _order_forwards(self, last_stage: int) -> None:
-        """Keep the table's order for each stage's first and for the last stage's forward passes."""
+        """Keep the table's order for each stage's first F, and for all F on the last stage."""
         forwards: dict[int, list[int]] = defaultdict(list)
         for index, action in enumerate(self.row):
             if action.kind == "F":
@@ -158,7 +158,7 @@ class Progress:
         self._unlaunched[index] += 1
 
     def launched(self, message: Message) -> None:
-        """Record that another rank has launched computing all parts of a message."""
+        """Record that another rank has launched the computation of all parts of a message."""
         self._launched.add(message)
         self._unlaunched[self._takers[message]] -= 1
 
@@ -198,7 +198,7 @@ class Progress:
         """Return whether a tensor may arrive before the last chosen action ends.
 
         Actions take about equally long on all ranks, so an action that is launched after this one
-        starts also ends after it.
+        has started also ends after this one.
         """
         return not self.hears_launches or not self._launched_before.isdisjoint(
             self._launched

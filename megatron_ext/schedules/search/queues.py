@@ -1,7 +1,7 @@
 """Orders all messages in a step, and proves that ranks that follow this order never deadlock.
 
 NCCL and MCCL match messages by order, not by name: the n-th send on a communicator matches the n-th
-receive. In addition, a device may run everything that its rank has started as a single queue. In
+receive. In addition, a device may run everything that its rank has started in a single queue. In
 that case, an early receive blocks the very computation that its sender waits for.
 CUDA_DEVICE_MAX_CONNECTIONS=1 forces a single queue, and using many streams can have the same
 effect.
@@ -141,7 +141,7 @@ class MessageOrder:
             # Place the receive after the sends that precede it in the total order, and before the
             # sends that follow it, so that no two ranks wait for each other.
             index = bisect_left(departures, moment)
-            # A message that leaves after that action has begun is received behind the action's
+            # A message that leaves after that action has begun is received after the action's
             # inputs. In a single queue, an earlier receive would hold up the action.
             is_behind_inputs = index < len(starts) and starts[index] < moment.time
             posts.append(Post(transfer, index, is_behind_inputs))
@@ -184,7 +184,7 @@ class Meeting(NamedTuple):
 def programs(
     schedule: Schedule, order: MessageOrder | None = None
 ) -> dict[Place, list[Meeting]]:
-    """Return each rank's messages, for both twins, in the order in which it starts them.
+    """Return each rank's messages, for both twins, in the order in which the rank starts them.
 
     `order` is the table's message order; None: compute it.
 
@@ -201,7 +201,7 @@ def programs(
 
 
 def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
-    """Return one rank's messages, in the order in which it starts them.
+    """Return one rank's messages, in the order in which the rank starts them.
 
     Raises:
         ScheduleError: An action needs a message before the rank starts its receive.
@@ -247,7 +247,7 @@ def check_queues(schedule: Schedule, order: MessageOrder | None = None) -> None:
     `order` is the table's message order; None: compute it.
 
     Raises:
-        ScheduleError: The ranks deadlock; the message names the place.
+        ScheduleError: The ranks deadlock; the message says where.
     """
     check_meetings(schedule.label, programs(schedule, order))
 

@@ -2,8 +2,9 @@
 
 Every rank runs its row in order. An action starts as soon as the rank is idle and its inputs have
 arrived; on a device, the host must also have launched it. A full backward pass sends its input
-gradient when it ends, a split backward pass when I ends. Activations are alive from the start of F
-to the end of B or W. Times are in the same unit as the costs, and activations in Ma (memory.py).
+gradient when it ends, and a split backward pass sends it when I ends. Activations are alive from
+the start of F to the end of B or W. Times are in the same unit as the costs, and activations in Ma
+(memory.py).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _PairExchanges(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulation's result. Rows match those of the schedule (one pipeline, with twins)."""
+    """A simulation's result. Its rows match the schedule's; with twins, they cover one pipeline."""
 
     schedule: Schedule
     costs: Costs
@@ -83,7 +84,7 @@ class Timeline:
 
     @cached_property
     def hidden(self) -> float:
-        """The share of all-to-all hidden by computation, over all ranks; 0 without all-to-all."""
+        """The share of all-to-all hidden by computation, across all ranks; 0 without all-to-all."""
         all_to_all_of = Clock(self.schedule, self.costs).all_to_all_of
         exchanges: list[float] = []
         for row in self.schedule.rows:
@@ -95,7 +96,7 @@ class Timeline:
 
     @property
     def hidden_in_pairs(self) -> tuple[float, ...]:
-        """By rank: the hidden share of all-to-all in pairs only, to which long steps converge."""
+        """By rank: the hidden share of all-to-all in pairs: the limit of `hidden` in long steps."""
         return tuple(exchanges.hidden_share for exchanges in self._exchanges_of_pairs)
 
     @cached_property
@@ -166,8 +167,8 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     launch = costs.launch
     run = clock.run
     is_free = clock.is_free
-    # By rank, if launches take time: the time of its last launch, and the end times of its actions.
-    # Each list starts with AHEAD zeros, so that the first launches do not wait.
+    # By rank, if launches take time: the time of the rank's last launch, and the end times of its
+    # actions. Each list starts with AHEAD zeros, so that the first launches do not wait.
     launched = [0.0] * len(rows)
     ran = [[0.0] * AHEAD for _ in rows]
 
@@ -266,7 +267,7 @@ class Clock:
         return time
 
     def all_to_all_of(self, action: Action) -> float:
-        """Return how much of an action's time is all-to-all; weight gradients need none."""
+        """Return how much of an action's time all-to-all takes; weight gradients need none."""
         if not self._exchanges[action.stage] or action.kind == "W":
             return 0.0
         share = 1.0
@@ -293,7 +294,7 @@ class Clock:
     ) -> float:
         """Run a pair starting at `now`, and return when its two actions end.
 
-        Layers pair one to one. The longer stage's surplus layers run alone.
+        Layers are paired one to one, and the surplus layers of the longer stage run alone.
         """
         time = exchange = compute = 0.0
         # A stage's forward time is proportional to its number of layers.

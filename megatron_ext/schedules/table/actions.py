@@ -32,7 +32,7 @@ SliceSizes = tuple[tuple[float, ...], ...]
 """By micro-batch: the number of tokens in each slice, as a fraction of the longest micro-batch."""
 
 Link = tuple[int, int]
-"""(sending rank, receiving rank). If they are equal, the receiver is the twin."""
+"""(sending rank, receiving rank). If the two are equal, the receiver is the rank's twin."""
 
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 # At most nine digits, because no table needs more, and `int` raises a different error for thousands
@@ -136,7 +136,7 @@ class Bypass(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A static pipeline schedule: each rank's actions, in order. Messages derive from them.
+    """A static pipeline schedule: each rank's actions, in order. Messages are derived from them.
 
     If the placement has twins (BitPipe), the schedule is the table for one of two mirrored
     pipelines, each of which runs half of the micro-batches. `transforms.literal_rows` returns the
@@ -161,10 +161,10 @@ class Schedule:
     gradients of the keys and values that it reads."""
     slice_sizes: SliceSizes = ()
     """Slice sizes by micro-batch, if lengths differ; `slices` is then unused. Empty: all
-    micro-batches have `slices`."""
+    micro-batches are cut into `slices`."""
     pairs: tuple[frozenset[int], ...] = ()
-    """By rank: positions of forward passes that run as one action with the backward pass that
-    follows, so that the computation in each pass hides the communication in the other. A pair
+    """By rank: positions of forward passes that run as one action together with the following
+    backward pass, so that the computation in each pass hides the communication in the other. A pair
     starts when the inputs of both actions have arrived, and sends its results when both have
     finished. Empty: the table has no pairs. Code that reads only the rows sees the two actions in
     sequence, which is correct for counting activations and gradients, and for the order in which
@@ -190,7 +190,7 @@ class Schedule:
         return len(self.sizes_of(microbatch))
 
     def sizes_of(self, microbatch: int) -> tuple[float, ...]:
-        """Return the tokens in each slice of a micro-batch, relative to the longest micro-batch."""
+        """Return the size of each slice in a micro-batch, relative to the longest micro-batch."""
         return self.slice_sizes[microbatch] if self.slice_sizes else self.slices
 
     @property
@@ -209,7 +209,7 @@ class Schedule:
 
     @property
     def disaggregated(self) -> bool:
-        """Whether separate ranks run a stage's forward and backward passes.
+        """Whether a stage's forward and backward passes run on separate ranks.
 
         If so, each backward pass is preceded by an R, which reruns the forward pass or receives
         saved activations.
@@ -264,7 +264,7 @@ class Schedule:
         return frozenset(split)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """Return the actions whose results an action needs; all dependencies derive from this.
+        """Return the actions whose results an action needs; all dependencies are derived from this.
 
         F needs the F on the previous stage. B and I need the forward pass on their own stage and
         the backward pass on the next stage. W needs the I on its stage. R needs the same inputs as
@@ -379,7 +379,7 @@ class Schedule:
         return not (self.disaggregated and is_last) or self.ships_activations
 
     def marked(self, rank: int, index: int, context: int = 5) -> str:
-        """Return the actions around one action for an error message, with that action in `>> <<`.
+        """Return the actions next to one action, which is marked by `>> <<`, for an error message.
 
         An index after the last action marks the end of the row.
         """
@@ -404,7 +404,7 @@ class Schedule:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the table. Ranks compare digests at start-up to verify that tables agree."""
+        """SHA-256 of the table. Ranks compare digests at start-up to verify that tables match."""
         sha = hashlib.sha256(repr((self.placement, self.num_microbatches)).encode())
         if self.bypasses:
             sha.update(repr(self.bypasses).encode())

@@ -237,6 +237,6 @@ def tensor_of(action: Action) -> Message:
 
 
 def reduction_order(row: Row) -> tuple[int, ...]:
-    """Return the stages in a row in the order in which their gradients are complete."""
+    """Return the stages in a row in the order in which their gradients become complete."""
     last_index = {action.stage: index for index, action in enumerate(row)}
     return tuple(sorted(last_index, key=last_index.__getitem__))

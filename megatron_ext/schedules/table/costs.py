@@ -64,7 +64,7 @@ class Costs:
     """All-to-all share on each stage; empty: all stages have the same share."""
     hides: float = 1.0
     """Fraction of the hideable all-to-all that a pair hides. At 1, communication and computation
-    together take as long as the longer of the two; at 0, as long as their sum."""
+    together take as long as the longer of the two; at 0, they take as long as their sum."""
     seed: int = 0
     """Jitter seed. An action's factor depends only on the seed and the action."""
 
@@ -108,7 +108,7 @@ class Costs:
                 # Latency and launch are optional.
                 numbers += [0.0] * (5 - len(numbers))
             else:
-                # Any other count than three fails to unpack below, which is a ValueError too.
+                # Any count other than three fails to unpack below, which raises a ValueError too.
                 numbers += [0.0, 0.0]
             forward, input_gradient, weight, latency, launch = numbers
         except ValueError:
@@ -125,7 +125,8 @@ class Costs:
             numbers.append(self.latency)
         if self.launch:
             numbers.append(self.launch)
-        # A double keeps any decimal number of 15 digits, so a user's number is printed unchanged.
+        # A double preserves any decimal number of 15 digits, so a user's number is printed
+        # unchanged.
         return ",".join(f"{number:.15g}" for number in numbers)
 
     def in_forwards(self) -> Costs:
@@ -176,7 +177,8 @@ class Costs:
     def slice_factors(self, slices: Sequence[float]) -> dict[Kind, list[float]]:
         """Return slice factors by kind of action: each slice's share of the time.
 
-        Attention in a backward pass counts toward I, up to the length of I, because W has none.
+        In a backward pass, attention counts toward I, up to the duration of I, because W has no
+        attention.
         """
         ends = list(accumulate(slices, initial=0.0))
         # Attention over the tokens up to x costs x^2.
@@ -206,7 +208,7 @@ class Costs:
         return factors
 
     def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return factors for all actions by kind, flat over stage, micro-batch and slice.
+        """Return factors for all actions by kind, flattened over stage, micro-batch and slice.
 
         The index is `stage * slices_in_step + microbatch * num_slices + slice`. A factor is the
         product of the jitter, the micro-batch's scale and the slice's share.
@@ -256,7 +258,7 @@ class Costs:
         return self._factors(sizes, squares)
 
     def _factors_by_length(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return factors for slices by length, by kind, flat over micro-batch and slice."""
+        """Return factors for slices by length, by kind, flattened over micro-batch and slice."""
         of_stage: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
         for microbatch in range(schedule.num_microbatches):
             sizes = schedule.sizes_of(microbatch)
@@ -280,7 +282,7 @@ class Costs:
         if not sigma:
             return [1.0] * count
         # The seed depends on the purpose, so tables with the same stages draw the same factors
-        # whatever their order. A comparison then shows only the effect of the order.
+        # regardless of their order. A comparison then shows only the effect of the order.
         draw = random.Random(f"{self.seed} {purpose}").lognormvariate  # noqa: S311 - no secret
         # The mean of a log-normal variable is exp(mu + sigma^2 / 2), which this mu makes 1.
         mu = -sigma * sigma / 2

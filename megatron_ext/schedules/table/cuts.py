@@ -31,8 +31,8 @@ def cut(
     If each rank has one stage, the result is exact: dynamic programming over (stage, end) minimizes
     the longest stage, then the sum of squares. If ranks have several stages, that cut is only the
     starting point: unless `by_stage` is set, single layers then move from the busiest rank to other
-    ranks as long as this helps. Whether even ranks or even stages are faster depends on the
-    schedule.
+    ranks as long as this helps. It depends on the schedule whether even ranks or even stages are
+    faster.
 
     Args:
         layers: Work in each transformer layer, in any unit.
@@ -125,7 +125,7 @@ def _by_longest_stage(
     if best[count] == _NEVER:
         raise ScheduleError(f"{count} layers do not divide into {num_stages} stages")
     counts = []
-    # Follow the best cut's stage starts back from the last layer.
+    # Starting from the last layer, trace the stage boundaries of the best cut.
     end = count
     for stage_starts in reversed(starts):
         counts.append(end - stage_starts[end])
@@ -141,7 +141,7 @@ def loads(
     last: float,
     placement: Placement,
 ) -> list[float]:
-    """Return the work on each rank with a cut, in the same unit as `layers`."""
+    """Return the work on each rank for a given cut, in the same unit as `layers`."""
     rank_work = [0.0] * placement.num_ranks
     start = 0
     for stage, count in enumerate(counts):
@@ -172,7 +172,8 @@ def _move(
     least_first, least_last = least_ends
     least_of = {0: least_first, len(counts) - 1: least_last}
     reached = value()
-    # Each move lowers the value, so the search always terminates. The limit bounds its time.
+    # Each move lowers the value, so the search always terminates. The limit bounds the time that
+    # the search takes.
     for _ in range(4 * len(layers)):
         rank_work = loads(counts, layers, first, last, placement)
         busiest = max(range(len(rank_work)), key=rank_work.__getitem__)
@@ -225,7 +226,8 @@ def spread(
     def preference(stage: int) -> tuple[float, float, int]:
         # Among equal stages, prefer the rank with the least work. Otherwise, all remaining layers
         # would end up on the middle ranks, which hold two such stages each in a V. Among equal
-        # ranks, prefer the middle, because the ends also compute the embedding and the loss.
+        # ranks, prefer those in the middle, because those at the ends also compute the embedding
+        # and the loss.
         off_centre = abs(2 * stage - num_stages + 1)
         return stage_work[stage], rank_work[rank_of[stage]], off_centre
 

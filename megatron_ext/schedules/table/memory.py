@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Kind, Row, Schedule
 
 Edge = tuple[int, int, str]
-"""(sending rank, receiving rank, kind of message). If ranks are equal, the receiver is the twin."""
+"""(sending rank, receiving rank, kind of message). If the two ranks are equal, the receiver is the
+rank's twin."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def most_alive(
     slices: Sequence[float] = (1.0,),
     slice_sizes: Sequence[Sequence[float]] = (),
 ) -> float:
-    """Return a row's peak of live activations, each for one stage and micro-batch.
+    """Return a row's peak of live activations, counted separately for each stage and micro-batch.
 
     Args:
         row: A rank's actions.
@@ -163,7 +164,8 @@ def most_alive(
     """
     kinds = [action.kind for action in row]
     present = set(kinds)
-    # During evaluation, no backward pass needs activations, so only the current one is alive.
+    # During evaluation, no backward pass needs activations, so only those of the current forward
+    # pass are alive.
     if present <= {"F"}:
         return len(present)
     change_of: dict[Kind, float] = {
@@ -177,7 +179,7 @@ def most_alive(
         # keeps none.
         change_of["F"] = 0
         change_of["R"] = 1
-    # Use `map` instead of a loop, because tables have millions of actions.
+    # Use `map` instead of a loop, because tables may have millions of actions.
     changes: Iterable[float] = map(change_of.__getitem__, kinds)
     if slice_sizes:
         sizes = [slice_sizes[action.microbatch][action.slice] for action in row]
@@ -232,9 +234,10 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
     """Return how many receive slots each edge needs so that no send ever waits.
 
     As long as the receiver has not used an activation, that activation is still alive on the
-    sender. As long as it has not used a gradient, the corresponding activation is still alive on
-    the receiver. So for both directions and any order of arrival, the peak of activations alive
-    between F and B (or I), on the stages that the edge serves, is enough.
+    sender. As long as the receiver has not used a gradient, the corresponding activation is still
+    alive on the receiver. So in both directions and for any order of arrival, an edge needs no more
+    slots than the peak number of activations alive between F and B (or I) on the stages that the
+    edge serves.
     """
     if schedule.disaggregated:
         return _slots_of_roles(schedule)

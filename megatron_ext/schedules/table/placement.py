@@ -98,7 +98,7 @@ class Placement:
 
     def is_crossed(self, stage: int) -> bool:
         """Return whether a stage runs micro-batches that started on the twin."""
-        # Each twin hop changes sides, so two of them lead back.
+        # Each twin hop switches to the other twin, so two of them lead back.
         return sum(hop < stage for hop in self.twin_hops) % 2 == 1
 
     def chunk_of(self, stage: int) -> int:
@@ -159,9 +159,10 @@ def mirrored(placement: Placement, routing: Routing) -> Placement:
 
 
 def recognised(rank_of: tuple[int, ...], num_ranks: int) -> Placement:
-    """Return the placement for a table from a file, with its usual name if it is known."""
+    """Return the placement for a table from a file, with its usual name if it has one."""
     num_chunks, remainder = divmod(len(rank_of), num_ranks)
-    # Other code recognises folded tables by the names v and w, so tables from files need them.
+    # Other code recognises folded tables by the names v and w, so tables from files need these
+    # names.
     candidates = [v(num_ranks), w(num_ranks)]
     if remainder == 0:
         # A loop with one chunk is linear.

@@ -1,7 +1,7 @@
 """How features change tables: the interface between `generate` and `features/`.
 
 `generate` creates one `TableChange` per feature and calls its methods in the order below. The base
-class changes nothing, in the same way as a feature whose option is off.
+class changes nothing, just like a feature whose option is off.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def in_use(**options: Option | SliceSizes) -> dict[str, Any]:
     changing = {}
     for option, value in options.items():
         # A switch changes tables if it is on, a number if it is not 1, and a list of sizes if it is
-        # not empty. Ask for a switch first, because Python considers True equal to 1.
+        # not empty. Check for a switch first, because Python considers True equal to 1.
         is_on = value if isinstance(value, bool) else value not in (1, ())
         if is_on:
             changing[option] = value
@@ -89,7 +89,7 @@ def in_use(**options: Option | SliceSizes) -> dict[str, Any]:
 
 def take_table_changes(options: dict[str, Any]) -> list[TableChange]:
     """Return the changes that features make, and remove their options from `options`."""
-    # A change may depend on other features' options: slices refuse pairs.
+    # A change may depend on other features' options. For example, slices refuse pairs.
     all_options = dict(options)
     changes: list[TableChange] = []
     for option, change_class in _classes().items():

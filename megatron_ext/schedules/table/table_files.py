@@ -1,11 +1,11 @@
 """Table files: CSV in the format of torch.distributed.pipelining, and JSON.
 
 In CSV, each row is a pipeline rank, and each cell is an action such as `2F0`, or a pair that runs
-as one action: `(0F4;7B1)OVERLAP_F_B`. `2F0.3` is slice 3 of a micro-batch, an extension to torch's
-format; all slices in a file have equal lengths. An empty cell is an idle slot. Cells for
-communication and sharding (`SEND_F`, `UNSHARD`, `WAIT_REDUCE_GRAD`, ...) are skipped, because those
-actions are derived from the computation. The placement is derived from the rows. JSON files also
-hold the name, options, placement, twins, slice lengths and times.
+as one action: `(0F4;7B1)OVERLAP_F_B`. `2F0.3` is the action for slice 3 of a micro-batch, which is
+an extension to torch's format; all slices in a file have equal lengths. An empty cell is an idle
+slot. Cells for communication and sharding (`SEND_F`, `UNSHARD`, `WAIT_REDUCE_GRAD`, ...) are
+skipped, because those actions are derived from the computation. The placement is derived from the
+rows. JSON files also hold the name, options, placement, twins, slice lengths and times.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def from_csv(text: str, name: str) -> Schedule:
             "it contains no action; write one row of actions for each rank"
         )
     rank_of = _rank_of(rows)
-    # Micro-batches and slices are numbered from 0, so the highest numbers give the counts.
+    # Micro-batches and slices are numbered from 0, so the highest numbers determine the counts.
     num_microbatches = num_slices = 0
     for row in rows:
         for action in row:

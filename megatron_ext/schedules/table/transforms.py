@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
-    """Return the table with each B replaced by I and W. Memory stays the same.
+    """Return the table with each B replaced by I and W. Memory use stays the same.
 
     Each rank then sends the input gradient before computing the weight gradient, which shortens the
     step even in the static order. A dynamic policy (policies.py) also moves W into idle time.
@@ -46,7 +46,7 @@ def weights_at_once(schedule: Schedule) -> Schedule:
 
 
 def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
-    """Return the table with each W moved to the place of the W that is `num_waiting` later.
+    """Return the table with each W moved to the place of the `num_waiting`-th W after it.
 
     The runtime may run a W earlier if the rank is idle, so up to `num_waiting` additional W actions
     on a rank wait for idle time. The last W actions are at the end of the row. Rows without pairs
@@ -106,7 +106,7 @@ def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Sched
 
 
 def ahead(row: Row, lead: int) -> Row:
-    """Move each forward pass in a row to the place of the forward pass `lead` earlier."""
+    """Move each forward pass in a row to the place of the `lead`-th forward pass before it."""
     forwards = [action for action in row if action.kind == "F"]
     moved_row = forwards[:lead]
     following = iter(forwards[lead:])

@@ -56,7 +56,7 @@ class Report:
         """Whether gradients are summed in the same order as without a pipeline, bit for bit.
 
         If so, each stage runs its backward passes (and its W) in micro-batch order, and each
-        micro-batch's slices in reverse.
+        micro-batch's slices in reverse order.
         """
         return is_ascending(self.schedule)
 
@@ -75,7 +75,8 @@ def validate(schedule: Schedule) -> Report:
 def check_actions(schedule: Schedule) -> None:
     """Check everything except deadlocks, which simulation detects.
 
-    Each rank must run exactly the actions that its stages need, each once and after its inputs.
+    Each rank must run exactly the actions that its stages need, each exactly once and after its
+    inputs.
 
     Raises:
         ScheduleError: An action is duplicated, missing, too early or misplaced, or two actions
