@@ -1,1 +1,1 @@
-"""Commands for use around training: launch, trace, doctor. No other code here imports them."""
+"""Commands for use around training: launch, trace, doctor. No other code imports them."""

@@ -161,7 +161,7 @@ def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
         measured: dict[str, Passes] = {
             kind: bench.passes(kind) for kind in sorted(kinds)
         }
-        # Any kind serves, because the time of the layer is subtracted.
+        # Any kind of layer will do, because its time is subtracted.
         kind = min(kinds)
         layer = measured[kind]
         with_embedding = bench.passes(kind, pre=True)
@@ -346,11 +346,12 @@ class _Bench:
                 built.set_input_tensor(hidden)
             if not post:
                 return built(tokens, positions, mask, labels=None)
-            # The model returns a loss per token. Megatron's loss function adds them in float32.
+            # The model returns a loss per token. Megatron's loss function adds up these losses in
+            # float32.
             return built(tokens, positions, mask, labels=tokens).float().mean()
 
         def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-            # The device runs behind the host, so wait for earlier kernels before the clock starts.
+            # The device lags behind the host, so wait for earlier kernels before the clock starts.
             self.device.synchronize()
             begin_s = time.perf_counter()
             result = run()
@@ -364,7 +365,7 @@ class _Bench:
 
         def backward(out: Any) -> float:
             gradient = None if post else torch.ones_like(out)
-            # Otherwise, the pass would add its input gradient to that of the pass before.
+            # Otherwise, this pass would add its input gradient to the one from the previous pass.
             hidden.grad = None
 
             def run() -> None:
@@ -405,8 +406,8 @@ def of_trace(
     """Return correction factors for a device's costs, from a traced run of the model.
 
     All kinds of layers get the factors from the stages between the first and the last one, or from
-    all stages if there are only two. Embedding and loss get the remaining time in their stages. A
-    backward pass that was not split is divided in the same ratio as in the formula.
+    all stages if there are only two. Embedding and loss are assigned the remaining time in their
+    stages. A backward pass that was not split is divided in the same ratio as in the formula.
 
     Raises:
         DataError: The trace has no pipeline, or is from another model.
@@ -449,7 +450,7 @@ def of_trace(
     if not has_middle:
         return factors(measured, costs)
 
-    # Embedding and loss get the time that their stages take beyond the layers there.
+    # Embedding and loss are assigned the time that their stages take in addition to the layers.
     for name, stage in ends.items():
         layers = _sum([measured[kind] for kind in kinds_of_stages[stage]])
         end_s = [
@@ -458,8 +459,8 @@ def of_trace(
         end = Passes(*end_s)
         if not schedule.splits_backward:
             end = _split_like(end, formula[name])
-        # Layers in an end stage may be faster than those in the middle, leaving no time for the
-        # end.
+        # Layers in an end stage may be faster than those in the middle, which leaves no time for
+        # the embedding or the loss.
         end_s = [max(0.0, time_s) for time_s in end]
         measured[name] = Passes(*end_s)
     return factors(measured, costs)

@@ -416,7 +416,7 @@ def _layers_by_stage(model: ModelSizes, value: str, assignment: str) -> list[int
     if sum(layers) != model.num_layers:
         raise ArgumentsError(
             f"--fix {assignment} has {sum(layers)} layers, but {model.name} has "
-            f"{model.num_layers}; use as many t"
+            f"{model.num_layers}; use one t for each layer"
         )
     return layers
 
@@ -457,7 +457,7 @@ def _what_would_fit(job: Question) -> str:
     """Return the error message for when no layout fits, with a change that would make one fit.
 
     If recomputation is fixed, the suggested change is to recompute more. If it is not fixed, or
-    recomputing more is not enough, the suggestion is the smallest number of devices that is.
+    recomputing more is not enough, the suggestion is the smallest number of devices that is enough.
     """
     # If no layout fits even without a memory limit, the fixed values contradict each other.
     if not fits(replace(job, device=_without_limit(job.device))):

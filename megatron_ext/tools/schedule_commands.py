@@ -62,7 +62,8 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--schedule",
-        # `plot` takes several names, so this is a list too, which both commands check alike.
+        # `plot` takes several names, so this is a list too, and both commands check it in the same
+        # way.
         nargs=1,
         default=["all"],
         metavar="NAME|all",

@@ -87,7 +87,8 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
         "the reference, in which the last digits of all activations are changed",
     )
     add(
-        # `rounds.py` has the defaults, so that `--folders` can tell which flags are given.
+        # The defaults are in `rounds.py`, so that `--folders` can tell which flags the user has
+        # given.
         "--steps",
         type=whole_number(_MIN_STEPS, 10**6),
         metavar="N",
@@ -137,7 +138,7 @@ def launch_words(words: Sequence[str]) -> list[str]:
     """Return the options for `launch` among the words between `compare` and `--`."""
     parser = argparse.ArgumentParser(add_help=False)
     add_comparison(parser)
-    # This parser knows only the flags of `compare`, so it returns all other words.
+    # This parser defines only the flags of `compare`, so it returns all other words.
     _, options = parser.parse_known_args(list(words))
     return options
 

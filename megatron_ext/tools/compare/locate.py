@@ -45,8 +45,8 @@ _GROWTH = 2.0
 _UNKNOWN_BITS = ""
 """A value that never occurs as the bits of a record."""
 LEARNED_MARGIN = 4.0
-"""Allowed difference for a tensor, relative to the largest difference for its module's tensors in
-the run that was rounded differently."""
+"""Allowed difference for a tensor, as a multiple of the largest difference among its module's
+tensors in the run that was rounded differently."""
 _RESOLUTION = 1e-6
 """Smallest relative difference that digests resolve: they sum norms and projections in single
 precision."""
@@ -114,7 +114,8 @@ class Difference:
             where = f"layer {self.layer}" + (f", {self.module}" if self.module else "")
         if self.kind == "forward":
             return f"the output of {where}"
-        # The whole model records the gradient of its output; a module records its input's gradient.
+        # The recorded gradient is that of the output for the whole model, but of the input for a
+        # module.
         if self.kind == "backward":
             return f"the gradient of the {'output' if where == 'model' else 'input'} of {where}"
         names = {
@@ -233,7 +234,7 @@ class _Tensor:
         parts = {}
         for part, record in self.parts.items():
             projections = [factor * projection for projection in record.projections]
-            # Gradients that lack the factor are wrong, so their equal bits must not count as equal.
+            # A gradient that lacks the factor is wrong even if its bits are equal, so ignore them.
             scaled_record = record._replace(
                 bits=_UNKNOWN_BITS, norm=factor * record.norm, projections=projections
             )
@@ -251,7 +252,7 @@ class _Tensor:
         return min(self.parts)
 
     def origin(self, part: str | None = None) -> Origin:
-        """Return where a part was computed, or where any part was if `part` is None or unknown."""
+        """Return where a part was computed; if `part` is None or unknown, where some part was."""
         if part is None or part not in self.parts:
             part = self.any_part
         header = self.ranks[part]
@@ -379,7 +380,7 @@ def _norm_of_parts(tensor: _Tensor) -> float:
 
 @dataclass(frozen=True)
 class _Mismatch:
-    """A tensor that differs, which may be the first one."""
+    """A tensor that differs, and may be the first one that does."""
 
     key: _Key
     order: tuple[int, int]
@@ -391,7 +392,7 @@ class _Mismatch:
 
     @property
     def place_in_step(self) -> tuple[int, ...]:
-        """The sort key, by when the tensor is computed in a step.
+        """The sort key, which orders tensors by when they are computed in a step.
 
         Micro-batches come last in the key, except for weight gradients, which accumulate over them.
         """
@@ -499,7 +500,7 @@ class _LearnedTolerances:
         kind, _, name = key
         learned = self._largest.get((step, kind, _role(name)), 0.0)
         # Rounding does not change the gradient of the loss, for example. A tolerance of 0 would
-        # then require equal bits, which a scaled gradient does not have.
+        # then require bitwise equality, which does not hold for a scaled gradient.
         return max(LEARNED_MARGIN * learned, _RESOLUTION)
 
 
@@ -601,7 +602,8 @@ class _Comparing:
         candidates = self.candidate.steps[step]
         places = []
         for key, tensor in self.reference.steps[step].items():
-            # Gradients overflow in half precision too, which the optimizer skips.
+            # Ignore gradients: in half precision, they may overflow, and the optimizer then skips
+            # the step.
             if key[0] not in ("forward", "weights") or key not in candidates:
                 continue
             if not (tensor.is_finite or candidates[key].is_finite):
@@ -684,10 +686,10 @@ class _Comparing:
     def _never_computed(
         self, references: Mapping[_Key, _Tensor], candidates: Mapping[_Key, _Tensor]
     ) -> Iterator[_Mismatch]:
-        """Yield the tensors in micro-batches that only one run has computed.
+        """Yield the tensors of single micro-batches that only one of the runs has computed.
 
-        Modules that a run never records are left out, because pairs, for example, call parts of
-        layers.
+        Modules that a run never records are left out. For example, pairs call parts of layers, so
+        whole layers are not recorded.
         """
         for tensors, others in ((references, candidates), (candidates, references)):
             # Modules that the other run has recorded for at least one micro-batch.
@@ -735,8 +737,9 @@ class _Comparing:
             return True
         if not self._replicas_differ:
             return False
-        # Forward passes in the first step precede any sum over replicas, so their bits are equal.
-        # Backward passes precede the sums too, but their gradients are scaled differently.
+        # Forward passes in the first step precede any sum over replicas, so their bits must be
+        # equal. Backward passes also precede these sums, but their gradients are scaled
+        # differently.
         first_step = self.reference.first_step
         is_before_sums = step < first_step or (step == first_step and kind == "forward")
         return not is_before_sums

@@ -116,8 +116,8 @@ class _Pairs:
         second_keys = [operator.text for operator in second]
         only_reference: list[Operator] = []
         only_candidate: list[Operator] = []
-        # By default, in sequences of 200 or more, frequent items such as additions are never
-        # paired.
+        # By default, `SequenceMatcher` never pairs frequent items, such as additions, in sequences
+        # of 200 or more.
         matcher = SequenceMatcher(None, first_keys, second_keys, autojunk=False)
         last_reference: Sequence[Operator] = ()
         last_candidate: Sequence[Operator] = ()

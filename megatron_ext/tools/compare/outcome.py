@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 Judgement = Literal[
     "reference", "equal", "close", "different", "unproven", "not judged", "failed"
 ]
-"""What the numbers of a contender are.
+"""How the numbers of a contender are judged.
 
     unproven     no conclusion follows, for example because the losses are NaN in both runs
-    not judged   they need not be equal, or there are none
+    not judged   the numbers need not be equal, or there are no numbers
 """
 
 EQUAL, FAILED, REFUSED, DIFFERENT = 0, 1, 2, 3
@@ -224,18 +224,19 @@ def _judged(
         if difference.gap:
             return "unproven", difference.gap
         return "close", f"{promise.reason}; allowed: {promise.allowance}"
-    # If two rounds of the reference differ as much, the difference means nothing. Two rounds show
-    # only a part of what a recipe that is not deterministic can do, so allow twice as much. A
-    # contender that differs between its own rounds has no such excuse: it may have a race.
+    # If two rounds of the reference differ by as much, the difference means nothing. Two rounds
+    # show only part of how much a recipe that is not deterministic can vary, so allow twice as
+    # much. A contender whose own rounds differ from each other has no such excuse, because it may
+    # have a race.
     repeats = _repeats(reference)
     if repeats is not None and _size(difference) <= 2 * _size(repeats):
         if are_rounding(repeats):
             return "close", (
-                "the recipe is not deterministic: two runs with the same flags differ as much; "
+                "the recipe is not deterministic: two runs with the same flags differ by as much; "
                 "compare --self shows more"
             )
         return "unproven", (
-            "two runs of the reference differ as much, by more than rounding explains; "
+            "two runs of the reference differ by as much, which is more than rounding explains; "
             "compare --self --locate shows where"
         )
     if promise.is_exact:
@@ -244,7 +245,7 @@ def _judged(
 
 
 def _other_steps(record: RunRecord, reference: RunRecord) -> str:
-    """Return which steps a run trained if they are not the reference's; empty: they are."""
+    """Return a description of the steps that a run trained; empty: they match the reference's."""
     iterations = [step.iteration for step in record.steps]
     expected = [step.iteration for step in reference.steps]
     if iterations == expected:
@@ -267,7 +268,7 @@ def _size(difference: Deviations) -> float:
 
 
 def _repeats(contender: Contender) -> Deviations | None:
-    """Return how a contender's rounds differ, which shows whether it is deterministic.
+    """Return how a contender's rounds differ from each other, which shows if it is deterministic.
 
     None: it has trained only one round.
     """

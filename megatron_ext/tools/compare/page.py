@@ -132,7 +132,7 @@ def _line(
 def _chart(title: str, lines: Sequence[_Line]) -> str:
     """Return a line chart over iterations.
 
-    The reference has a broader line, which stays visible below a line with equal values.
+    The reference is drawn as a broader line, which stays visible below a line with equal values.
     """
     iterations: list[int] = []
     values: list[float] = []

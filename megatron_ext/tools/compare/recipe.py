@@ -133,7 +133,7 @@ def refuse_shared(flags: Sequence[str], option: str) -> None:
 
     Args:
         flags: The words of the candidate.
-        option: The option of `compare` that gave them, for the error.
+        option: The option of `compare` that contains them, for the error message.
 
     Raises:
         ArgumentsError: A flag chooses the weights or the length of the run, or what it writes.

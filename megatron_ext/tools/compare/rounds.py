@@ -61,7 +61,7 @@ _START = (
     "1",
     "--save-interval",
     "1",
-    # `--finetune` loads neither of them.
+    # The other runs use `--finetune`, which loads neither of these.
     "--no-save-optim",
     "--no-save-rng",
 )
@@ -86,7 +86,7 @@ def compare(
     recipe = Recipe.of([script, *requested_flags(), *flags])
     if args.slurm is not None and not jobs.is_inside_allocation():
         # Report mistakes before the job waits in the queue. --best ranks schedules for the devices
-        # in the allocation, so it can only run inside.
+        # in the allocation, so it can run only inside the allocation.
         if not args.best:
             _planned(args, recipe, options)
         # The batch job runs the same command line again inside the allocation.
@@ -216,7 +216,7 @@ def _pipeline_flags(text: str, flag: str) -> tuple[str, ...]:
 def _with_equal_masks(
     args: argparse.Namespace, recipe: Recipe, reference: Candidate
 ) -> Recipe:
-    """Return the recipe, plus `--microbatch-rng` if it uses dropout and the flag is possible.
+    """Return the recipe, plus `--microbatch-rng` if it uses dropout and the other flags allow it.
 
     Dropout then draws the same masks under all schedules, so the numbers can be compared.
     """
@@ -258,12 +258,13 @@ def _preflight(
     if args.slurm is not None and not jobs.is_inside_allocation():
         return preflight(command)
     plan = jobs.planned(args, command, str(Path.cwd()))
-    # Other hosts may have a different version of Megatron from this machine.
+    # Other hosts may have a different version of Megatron than this machine.
     if all(host.local for host in plan.hosts):
         jobs.check_command_here(command)
     if all(host.slots for host in plan.hosts):
         return jobs.preflight_of(plan.completed())
-    # Only the hosts know how many devices they have, so the run itself checks the number.
+    # Only the hosts themselves can tell how many devices they have, so the run itself checks this
+    # number.
     return preflight(command)
 
 
@@ -287,7 +288,7 @@ class Comparison:
     rounded_digests: Path | None = None
     """The digests of the run that was rounded differently; None: there is no such run."""
     calibration_failure: str = ""
-    """Why that run gave no tolerances; empty: it gave some, or there was no such run."""
+    """Why that run produced no tolerances; empty: it produced some, or there was no such run."""
 
     @property
     def saves_weights(self) -> bool:
@@ -348,7 +349,8 @@ class Comparison:
         num_runs = needs_weights + self.num_rounds * len(self.contenders)
         counter = _Progress(num_runs)
         with self._weights() as weights:
-            # Runs that place stages on other ranks would otherwise draw other weights.
+            # Without common weights, runs that place stages on different ranks would draw different
+            # weights.
             if needs_weights and not self._save_weights(weights, counter, stop):
                 return
             load: tuple[str, ...] = ()
@@ -440,7 +442,7 @@ class Comparison:
             stop=stop,
             progress=lambda: counter.tick(record_folder, self.num_steps),
         )
-        # The tolerances follow from this run's differences from the first round.
+        # The tolerances are derived from the differences between this run and the first round.
         reason = ended.reason
         if not ended.code:
             try:
@@ -522,7 +524,7 @@ class Comparison:
         counter: _Progress,
         stop: run.Stop,
     ) -> str:
-        """Train both again, and return a sentence about the first operator that differs."""
+        """Train both runs again, and return a sentence about the first operator that differs."""
         if reason := why_unavailable():
             return f"the operator could not be located: {reason}"
         # A recipe that resumes from its checkpoint does not start at iteration 1.

@@ -81,7 +81,8 @@ def launch(
         stop: Forwards signals to the run.
         progress: Called twice a second.
     """
-    # The words already include the flags from the environment, so clear the flags there.
+    # The words already include the flags from the environment, so clear these flags in the
+    # environment of the run.
     variables = {**os.environ, **environment, FLAGS: ""}
     for name in _RECORDING:
         # Two runs must not record into the same folder, and only the calibration run is rounded

@@ -15,8 +15,8 @@ from typing import Any
 from megatron_ext.errors import DataError
 
 WARMUP_STEPS = 3
-"""Number of steps at the start of a run that are not measured, because they connect ranks and
-allocate memory."""
+"""Number of steps at the start of a run that are not measured, because ranks connect to each other
+and allocate memory during these steps."""
 _MAX_BYTES = 64 << 20
 _NORM = "gradient norm"
 
@@ -71,7 +71,7 @@ def read(folder: Path) -> RunRecord:
     ranks = [list(_lines(path)) for path in folder.glob("rank-*.jsonl")]
     # The first line is a header. If a rank died in its first step, there is nothing else.
     ranks = [lines for lines in ranks if len(lines) > 1]
-    # In this order, because the last rank's losses take precedence (`_step`).
+    # Sort the ranks, because the last rank's losses take precedence (`_step`).
     ranks.sort(key=lambda lines: lines[0]["rank"])
     if not ranks:
         raise DataError(
@@ -277,7 +277,7 @@ def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
 def largest(rounds: Sequence[Deviations]) -> Deviations:
     """Return the largest deviations over several runs of one candidate.
 
-    The numbers of what was compared are those of the run that compared least.
+    For the numbers of compared values, return the smallest number over all runs.
     """
     return Deviations(
         loss=_largest(filter(None, (one_round.loss for one_round in rounds))),

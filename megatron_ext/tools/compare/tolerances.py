@@ -92,7 +92,7 @@ bit-identical gradients."""
 def are_rounding(differences: Deviations) -> bool:
     """Return whether rounding may explain all differences between two runs of one recipe.
 
-    Beyond the tolerances for half precision, any two runs would count as equal.
+    With tolerances wider than those for half precision, any two runs would count as equal.
     """
     if differences.skipped is not None:
         return False

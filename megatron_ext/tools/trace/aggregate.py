@@ -207,7 +207,7 @@ def _survey_files(
         yield from map(survey_file, files)
         return
     # Fork, because a new interpreter would have to import all modules again. Disable the cycle
-    # collector: surveys contain no cycles, but it would take a third of the time.
+    # collector: surveys contain no cycles, but the collector would take a third of the time.
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, initializer=gc.disable) as pool:
         yield from pool.map(survey_file, files)

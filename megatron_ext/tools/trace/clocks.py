@@ -84,7 +84,7 @@ def _transits(surveys: Sequence[RankSurvey]) -> dict[_RankPair, list[Transit]]:
 
 
 def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
-    """Extend the pipeline in each step from the first to the last action on any rank.
+    """Make each step's pipeline last from the first to the last action on any rank.
 
     This combines only ranks in the same replica, because replicas do not wait for each other within
     their pipelines.
@@ -104,7 +104,8 @@ def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
             pipeline = survey.header.data, step.number
             if pipeline in ends_ns and not step.failed:
                 # The bubble includes the idle time before a rank's first action and after its last
-                # one. Without it, a simulated 1F1B step had 19.5 % instead of 30.6 %.
+                # one. Without this time, a simulated 1F1B step had a bubble of 19.5 % instead of
+                # 30.6 %.
                 survey.steps[index] = step.within(
                     min(begins_ns[pipeline]), max(ends_ns[pipeline])
                 )

@@ -104,8 +104,8 @@ def check_span(category: str, attributes: Mapping[str, Any]) -> None:
         LookupError: An attribute is missing.
         TypeError: An attribute has the wrong type.
     """
-    # Files contain millions of spans, so do no more than one set comparison and one loop. They take
-    # 0.5 us per span, a tenth of the time for reading it.
+    # Files contain millions of spans, so do no more than one set comparison and one loop. Together,
+    # these take 0.5 us per span, a tenth of the time that it takes to read the span.
     if not _NEEDED_ATTRIBUTES.get(category, _NONE) <= attributes.keys():
         raise LookupError(f"attributes of {category}")
     for name, value in attributes.items():

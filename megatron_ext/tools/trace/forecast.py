@@ -276,8 +276,8 @@ class _TracedRun:
         """None: the default, which needs no flag."""
         self.stash_ratio = run.surveys[0].stash_ratio
         # Ranks with devices choose the next action while the previous one is still running, which
-        # results in another order. Simulated so, a step of bitpipe with order=zb took 2.00 s
-        # instead of 1.88 s.
+        # results in another order. When simulated in that order, a step of bitpipe with order=zb
+        # took 2.00 s instead of 1.88 s.
         runs_on_device = run.settings.get("device", "cpu") != "cpu"
         self.launch_s = _LAUNCH_S if runs_on_device else 0.0
 
@@ -376,7 +376,8 @@ class _TracedRun:
                 f"{pipeline.name} runs half of the micro-batches in each direction, but the traced "
                 f"run has {num_microbatches}"
             )
-        # The traced run may have an uneven cut, so check only other numbers of stages.
+        # The traced run may have an uneven cut, so check only numbers of stages that differ from
+        # it.
         is_cut_anew = num_stages != self.schedule.num_stages
         if (
             is_cut_anew

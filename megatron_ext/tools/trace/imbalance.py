@@ -85,7 +85,7 @@ class ExpertGroup:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether ranks wait long enough for it to be reported."""
+        """Whether the ranks wait for each other long enough to report it."""
         return self.mean_ns >= _WORTH * self.step_ns
 
 
@@ -147,7 +147,8 @@ def _group_of(surveys: Sequence[RankSurvey]) -> ExpertGroup | None:
     num_last: Counter[int] = Counter()
     for key in shared_keys:
         took_ns = {survey.header.rank: survey.exchange_ns[key] for survey in surveys}
-        # The rank that arrives last waits for no other, so its exchange is the shortest.
+        # The rank that arrives last does not wait for any other rank, so its exchange is the
+        # shortest.
         last_rank = min(ranks, key=took_ns.__getitem__)
         num_last[last_rank] += 1
         for rank in ranks:
@@ -158,8 +159,8 @@ def _group_of(surveys: Sequence[RankSurvey]) -> ExpertGroup | None:
     waited_ns: Counter[int] = Counter()
     num_busiest: Counter[int] = Counter()
     fillable_ns = 0.0
-    # Judge each step by itself. If the busiest rank changes between steps, every rank waits over
-    # the run, but another order could fill only the waits of each step's busiest rank.
+    # Judge each step separately. If the busiest rank changes between steps, every rank waits at
+    # some time, but a different order could fill only the waits of each step's busiest rank.
     for of_step in waited_by_step_ns.values():
         waited_ns.update(of_step)
         busiest_rank = min(ranks, key=of_step.__getitem__)
@@ -192,7 +193,7 @@ def _weights_ns(survey: RankSurvey) -> float:
     for (name, _stage, _slice), sample_ns in survey.actions.items():
         if name == "weight_gradient":
             total_ns += sum(sample_ns)
-    # The durations are only those of the sampled iterations.
+    # The survey contains only the durations from the sampled iterations.
     return total_ns / max(1, survey.num_sampled)
 
 
@@ -215,8 +216,8 @@ def _help_for(group: ExpertGroup, run: Run) -> str:
     filled_ns = min(group.fillable_ns, group.weights_ns)
     if num_waiting:
         queue = (
-            f"With {num_waiting} waiting weight gradients, "
-            f"{_percent(group, group.fillable_ns)} remain that a better order could fill"
+            f"With {num_waiting} waiting weight gradients, a wait of "
+            f"{_percent(group, group.fillable_ns)} remains, which a better order could fill"
         )
     elif filled_ns >= _WORTH * group.step_ns:
         queue = (
@@ -236,7 +237,7 @@ def _help_for(group: ExpertGroup, run: Run) -> str:
             busiest = "a rank, not the same in each step, has"
         return (
             f"{queue}. No schedule can remove the remaining {persistent}: {busiest} that much more "
-            "work in the whole step, which only another division of experts or tokens changes."
+            "work in the whole step, which only a different division of experts or tokens changes."
         )
     return f"{queue}; an even division of experts gains {persistent} more."
 

@@ -123,7 +123,7 @@ def fit(points: Sequence[Point]) -> LengthCost | None:
         pairs = [rate.pairs_per_token for rate in rates]
         seconds = [rate.s_per_token for rate in rates]
         longest = max(pairs, default=0.0)
-        # In the second pass, this keeps the first fit.
+        # In the second pass, breaking here keeps the first fit.
         if not any(seconds) or longest - min(pairs) <= _ONE_LENGTH * longest:
             break
         cost = _line(pairs, seconds)

@@ -61,7 +61,8 @@ def page(run: Run) -> str:
     # The rest of the page is useful even without a table or a forecast, so only add a note.
     plan = _plan(run, notes)
     forecast = _forecast(run, notes)
-    # Show each schedule once: the eight fastest variants alone left out zb-v.
+    # Show only the fastest variant of each schedule, because the eight fastest variants alone would
+    # leave out zb-v.
     predictions = forecast.best_of_schedules
     # Always show the traced schedule, for comparison.
     if (
@@ -264,7 +265,7 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
     for title, number in _chosen_steps(run).items():
         iterations: dict[str, Iteration] = {}
         replica_of: dict[str, int] = {}
-        # By replica and micro-batch. Only ranks that read data know the number of tokens.
+        # Replica -> micro-batch -> number of tokens, which only ranks that read data record.
         tokens: dict[int, dict[int, int]] = defaultdict(dict)
         for rank in run.surveys[:_MAX_RANKS]:
             replica_of[rank.header.label] = rank.header.data
@@ -323,7 +324,7 @@ def _timeline(
         {"label": label, "spans": bars}
         for label, bars in zip(labels, rows, strict=True)
     ]
-    # The pages divide by the length.
+    # The page divides by the length, so it must not be 0.
     return {"title": title, "rows": named_rows, "length": max(1e-3, 1e6 * length_s)}
 
 
@@ -336,7 +337,7 @@ class _Cut(NamedTuple):
     """Number of tokens by micro-batch, if a rank has recorded it."""
 
     def words(self, attributes: Mapping[str, Any]) -> list[str]:
-        """Return the page's description of the slice of a span with these attributes."""
+        """Return the page's description of the slice to which a span's attributes refer."""
         microbatch = attributes.get("microbatch", -1)
         if not 0 <= microbatch < len(self.slice_sizes):
             return []

@@ -50,7 +50,7 @@ class Step(NamedTuple):
     """The part of `pipeline_ns` in which actions run."""
     idle_ns: Mapping[str, float] = MappingProxyType({})
     """Cause -> its share of the rest of `pipeline_ns`. Causes are `input of rank 3`, `slot`,
-    `leader`, `send`, `other`, and `end of the pipeline`, while only other ranks have actions left.
+    `leader`, `send`, `other`, and, while only other ranks have actions left, `end of the pipeline`.
     """
     after_ns: float = 0
     """Time after the pipeline, for gradient reduction, the optimizer and so on."""
@@ -187,8 +187,8 @@ class RankSurvey:
     def complete_steps(self) -> list[Step]:
         """The steps that have the same size as the table, except the run's first step.
 
-        If there are no such steps, this is the first step. If that failed or has another size,
-        these are all steps.
+        If there are no such steps, the first step is used instead, or, if that step failed or has
+        another size, all steps.
         """
         full = [step for step in self.steps if step.is_full and not step.failed]
         # The first step in a run also allocates memory and compiles kernels.
@@ -212,8 +212,9 @@ class _Sample:
         Unrepresentative iterations are dropped first: the first iteration in the run, and
         iterations that failed or have another size.
         """
-        # Use the iteration's number instead of its line: if a rank lacks a line, later lines would
-        # differ between ranks, and no message would have both of its ends.
+        # Use the iteration's number instead of its line: if a line is missing on one rank, the
+        # lines after it would be different iterations than on other ranks, and no message would
+        # have both of its ends in the sample.
         self._iterations[not is_measure, iteration.number * _GOLDEN_RATIO % 1] = (
             iteration
         )

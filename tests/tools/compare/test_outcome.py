@@ -139,7 +139,7 @@ def test_a_reference_that_does_not_repeat_itself_at_all_proves_nothing(
     other = contender(tmp_path, losses=(*LOSSES[:-1], 1.5 * LOSSES[-1]))
     answer = judge([reference, other])
     assert (answer.rows[1].judgement, answer.code) == ("unproven", FAILED)
-    assert "two runs of the reference differ as much" in answer.verdict
+    assert "two runs of the reference differ by as much" in answer.verdict
 
 
 def _with_steps(owner: Contender, **changes: Any) -> Contender:
