@@ -81,7 +81,7 @@ class MicrobatchData:
         return self.iterator
 
     def take(self, microbatch: int) -> Any:
-        """Return a micro-batch's item, but only once; keep earlier items for their micro-batches.
+        """Return a micro-batch's item, but only once; keep items read before it for later calls.
 
         Raises:
             ScheduleError: The item was already taken.
@@ -248,7 +248,7 @@ class StageCompute:
     call: Call
     table: Table
     num_inputs: int = 1
-    """Number of activations that a stage receives; the first stage gets None for each."""
+    """Number of activations that a stage receives; the first stage gets None for each of them."""
     handed_on: Sequence[tuple[int, ...] | None] = ()
     """Shapes of the activations that a stage sends, `[s, b, h]` each; None if a shape may vary."""
     splits: SplitBackward = field(default_factory=SplitBackward)
@@ -263,7 +263,8 @@ class StageCompute:
     _live: dict[tuple[int, int], tuple[Tensors, Tensors]] = field(
         default_factory=dict, init=False
     )
-    """(stage, micro-batch) -> inputs and outputs of a forward pass not yet run backward."""
+    """(stage, micro-batch) -> inputs and outputs of a forward pass whose backward pass has yet to
+    run."""
     _forwards: Counter[int] = field(default_factory=Counter, init=False)
     """Stage -> number of its forward passes in this step so far."""
 
@@ -434,7 +435,7 @@ class StageCompute:
     def run_pair(
         self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """Run F for one micro-batch and B or I for another, and return both outputs.
+        """Run F for one micro-batch and B or I for another, and return the outputs of both.
 
         Raises:
             ScheduleError: This class cannot run pairs; only the compute class for pairs can.
@@ -449,7 +450,7 @@ class StageCompute:
         return _UNCHANGED
 
     def ended(self, action: Action) -> None:
-        """Called after an action, or a pair with this B or I, has run and sent its results."""
+        """Called after an action, or the pair with this B or I, has run and sent its results."""
 
     def observe(self, observers: Sequence[Observer]) -> None:
         """Report computation that is not part of an action to these observers."""
@@ -485,8 +486,8 @@ class StageCompute:
         self, stage: int, microbatch: int
     ) -> AbstractContextManager[Any]:
         """Return the context for an F, with deferral, seeded generators and length checks."""
-        # Most forward passes need none of these, and entering an empty context costs as much as a
-        # real one.
+        # Most forward passes need none of these, and entering an empty context costs as much as
+        # entering a real one.
         contexts: list[AbstractContextManager[Any]] = []
         if (stage, microbatch) in self.table.split_backwards:
             postponing = self.splits.postponing(stage)
@@ -535,7 +536,7 @@ def log_ignored_input(stage: int, microbatch: int) -> None:
 
 @functools.cache
 def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the placeholder for freed data, which works in inference mode and in training."""
+    """Return the placeholder for freed data, which works both in inference mode and in training."""
     # The first caller may be an evaluation in inference mode, and a tensor created there could not
     # become part of a graph later.
     with torch.inference_mode(mode=False):

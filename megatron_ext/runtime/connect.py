@@ -124,7 +124,7 @@ class _Connections:
         return through_host(host, self.device, self.pipeline.timeout_s)
 
     def between_devices(self) -> Transport:
-        """Open direct paths where they exist, and another transport for all other peers.
+        """Open direct paths to the peers that have them, and another transport for all other peers.
 
         Collective over the job.
 
@@ -153,7 +153,7 @@ class _Connections:
     ) -> tuple[NativeTransport | None, Transport | None]:
         """Open torch.distributed for indirect links, and the native core for notes on direct links.
 
-        Each result is None if no link needs that transport. Collective over the job.
+        Each of the two results is None if no link needs that transport. Collective over the job.
         """
         # torch.distributed does not report arrivals, which only a dynamic order needs. With a
         # static table, torch.distributed can serve the indirect links without the native core.
@@ -248,7 +248,7 @@ class _Connections:
         """Log the links without a direct path; the transport logs the direct ones itself."""
         me, wires = dist.get_rank(), transport.stats().wires
         for peer, reason in sorted(reach.reasons.items()):
-            if me < peer:  # one line for both ranks
+            if me < peer:  # log one line for both ranks
                 _LOG.info(
                     "rank %d and rank %d: %s, not ipc: %s",
                     me,

@@ -50,7 +50,7 @@ _INDEPENDENT_OF_NUMBERS = {
     "window_attn_skip_freq": 0,
     "no_rope_freq": 0,
 }
-"""Settings that make layers depend on their numbers -> the value that does not."""
+"""Settings that make layers depend on their numbers -> the value with which they do not."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -160,8 +160,8 @@ def _shapes(
 ) -> Shapes:
     """Return the shapes of activations (F) and gradients (B) that stages receive.
 
-    `size` is (sequence length, micro-batch size), and `adjust` the caller's function that adjusts
-    shapes.
+    `size` is (sequence length, micro-batch size), and `adjust` is the caller's function that
+    adjusts shapes.
     """
     received: Any = [shape_between_stages(config, groups, *size)]
     sent = list(received)
@@ -200,7 +200,7 @@ def _offloading(config: Any, offloading: Offloading, table: Table) -> Iterator[N
 
 
 def refuse_modules(groups: Any) -> None:
-    """Reject multi-module jobs (MIMO), which have a pipeline for each module.
+    """Reject multi-module jobs (MIMO), which have a separate pipeline for each module.
 
     Raises:
         ScheduleError: The groups belong to several modules.
@@ -213,7 +213,7 @@ def refuse_modules(groups: Any) -> None:
 
 
 def _one_for_each(data: Any, num_chunks: int) -> list[Any]:
-    """Return one data iterator per chunk; a single iterator is shared by all chunks."""
+    """Return one data iterator per chunk; if there is only one iterator, all chunks share it."""
     iterators = list(data) if isinstance(data, (list, tuple)) else [data]
     if len(iterators) == num_chunks:
         return iterators
@@ -231,9 +231,9 @@ def _one_for_each(data: Any, num_chunks: int) -> list[Any]:
             "this rank cannot share; give an iterator, such as iter(data_loader), or a list of one "
             "for each chunk"
         )
-    # `tee`, because each chunk reads all micro-batches at a different pace. `map(next, ...)`,
-    # because Megatron's RerunDataIterator has no __iter__. `copy`, because forward steps write into
-    # the items that they read.
+    # Use `tee` because each chunk reads all micro-batches, at its own pace; `map(next, ...)`
+    # because Megatron's RerunDataIterator has no __iter__; and `copy` because forward steps write
+    # into the items that they read.
     return [map(copy, branch) for branch in tee(map(next, repeat(shared)), num_chunks)]
 
 
@@ -261,7 +261,7 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
 def _check_layer_numbers(
     pipeline: Pipeline, rank: int, chunks: Sequence[torch.nn.Module]
 ) -> None:
-    """Check that Megatron numbers the layers of the model as the stages run them.
+    """Check that Megatron numbers the model's layers in the order in which the stages run them.
 
     Raises:
         ScheduleError: The model was built without the layout of the schedule, and what a layer
@@ -269,7 +269,8 @@ def _check_layer_numbers(
     """
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    # Without a layout, the chunks of the ranks take turns, which is right for interleaved stages.
+    # Without a layout, Megatron assigns chunks to the ranks in turn, which is correct for
+    # interleaved stages.
     placement = pipeline.placement
     takes_turns = all(
         stage == chunk * placement.num_ranks + rank

@@ -86,7 +86,7 @@ class Executor:
     name_of: Callable[[int | None], str]
     """Returns the name of a global rank for error messages; None means this rank."""
     run_ahead: RunAhead | None = None
-    """Bounds how far the host runs ahead of the device; None if the host itself computes."""
+    """Bounds how far the host runs ahead of the device; None if actions run on the host."""
     observers: Sequence[Observer] = ()
     _handed: dict[Message, torch.Tensor | None] = field(
         default_factory=dict, init=False
@@ -117,8 +117,8 @@ class Executor:
         self._begins = [o for o in observers if overrides(o, "begin_action")]
         self._ends = [o for o in observers if overrides(o, "end_action")]
         self._remaining = dict(self.table.actions_by_stage)
-        # Announce messages before the first action: some wires need a message's size, or a buffer
-        # for it, before it arrives.
+        # Announce messages before the first action: some wires need to know a message's size, or
+        # need a buffer for the message, before it arrives.
         self.transport.begin(
             [*self.order.expected(), *self.program.expected], self.table.slots
         )
@@ -217,7 +217,7 @@ class Executor:
                     f"{exchange.action} cannot run before {transfer.message} is available"
                 )
         # Grant credits only after the receives: a credit lets a forward rank send a message into
-        # the slots that the receives have freed.
+        # one of the slots that the receives have freed.
         for credit in exchange.grants:
             self.transport.isend(
                 torch.empty(0, dtype=torch.uint8), credit.peer, credit.message
@@ -256,7 +256,7 @@ class Executor:
             self.compute.release(tensors)
 
     def _check_complete(self) -> None:
-        # If an order stopped early, gradients would silently be incomplete.
+        # If an order stopped early and this went unnoticed, the gradients would be incomplete.
         executed = {position for position, _, _ in self._executed}
         row = self.table.schedule.rows[self.table.rank]
         skipped = set(range(len(row))) - executed

@@ -82,7 +82,7 @@ def sum_tied_gradients(chunks: Sequence[torch.nn.Module]) -> None:
     first, last = (getattr(weight, "main_grad", None) for weight in tied)
     if first is None or last is None:  # frozen
         return
-    # Both copies get the sum: equal gradients and equal optimizer states keep them equal.
+    # Both copies get the sum: equal gradients and equal optimizer states keep the copies equal.
     first.add_(last)
     last.copy_(first)
 
@@ -128,7 +128,7 @@ def keep_one_main_copy(sharded_state_dict: Any) -> None:
         if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
             name = (shard.key, shard.global_offset)
             if name in main_copies:
-                # Any number other than 0 leaves the tensor to its first copy.
+                # With any id other than 0, only the first copy of the tensor is saved or loaded.
                 shard.replica_id = 1
             main_copies.add(name)
 

@@ -44,8 +44,8 @@ class _Request:
 
 
 # Megatron's schedules match tensors by call order, not by name. So the n-th tensor in a direction
-# gets the name of the n-th message in our table for the same schedule, which is the same on sender
-# and receiver.
+# gets the name of the n-th message in our table for the same schedule. That name is the same on the
+# sender and on the receiver.
 class MegatronPipeline:
     """The messages of Megatron's own schedule on one pipeline, in table order.
 
@@ -90,8 +90,8 @@ class MegatronPipeline:
         kinds: tuple[MessageKind, ...] = ("F", "B")
         if forward_only:  # an evaluation sends no gradients
             kinds = ("F",)
-        # The transport matches messages by name, so a send does not block, whatever the order in
-        # which the peer receives.
+        # The transport matches messages by name, so a send does not block, regardless of the order
+        # in which the peer receives.
         self._to_send = _by_kind(sent, kinds)
         self._to_receive = _by_kind(table.arrivals, kinds)
         expected = []
@@ -113,8 +113,8 @@ class MegatronPipeline:
         # Assign the name here, because Megatron may wait for requests in another order.
         transfer = self._next(self._to_receive, kind, "receives")
         source, message = self._peers.of(transfer), transfer.message
-        # The tensor starts empty. Its shape is sent with it, so variable lengths need no exchange
-        # beforehand.
+        # The tensor starts empty. Its shape is sent with it, so variable lengths do not have to be
+        # exchanged beforehand.
         tensor = torch.empty(
             0, dtype=self._dtype, device=self._device, requires_grad=True
         )
@@ -190,7 +190,7 @@ class MegatronPipelines:
     """Runs Megatron's own schedules; our transport carries their messages."""
 
     by_group: dict[int, MegatronPipeline] = field(default_factory=dict)
-    """Id of the pipeline group -> pipeline, which holds the group, so the id stays unique."""
+    """Id of the pipeline group -> pipeline, which references the group, so the id stays unique."""
     running: MegatronPipeline | None = None
     """The pipeline whose step is running."""
 

@@ -42,7 +42,7 @@ class Offloading:
         self._begun = 0
         if self._order and self._order != self._learned:
             # Reset in the first step too: a schedule that ran before this configuration may have
-            # left another order.
+            # left a different order in place.
             _interface().reset_instance()
             self._learned = self._order
 
@@ -54,7 +54,8 @@ class Offloading:
         call(**{**kwargs, "vp_size": 1, "vp_stage": 0})
         manager = sys.modules[_MEGATRONS].PipelineOffloadManager.get_instance()
         chunks = manager._cached_chunks_forward
-        # During the first step, Megatron only has records of the forward passes so far.
+        # During the first step, Megatron has records only of the forward passes that have run so
+        # far.
         by_backward = [chunks[number] for number in self._order if number < len(chunks)]
         manager._cached_chunks_backward[:] = by_backward
         manager._cur_forward_chunk = chunks[self._begun]

@@ -3,8 +3,8 @@
 The order comes from the rank's table, from a policy, or from a leader's decisions.
 
 The executor iterates over positions in the table. When it requests the next position, it has
-launched the previous action. If the host computes, that action is complete by then; a device may
-still be running it.
+launched the previous action. If the host runs the actions itself, that action is complete by then,
+whereas a device may still be running it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Transport
 
 
-# Following a leader cannot deadlock. Ranks with the same leader run the same order, so treat them
-# as one rank. A leader runs only actions whose inputs have arrived, so the leader of the previous
-# stage has run the action that produced them. That leader's followers run this action too, so their
-# peers in this stage receive their inputs.
+# Following a leader cannot deadlock. Ranks with the same leader run their actions in the same
+# order, so treat them as one rank. A leader runs only actions whose inputs have arrived, so the
+# leader of the previous stage has run the action that produced them. That leader's followers run
+# this action too, so their peers in this stage receive their inputs.
 def elect_leader(
     *groups: dist.ProcessGroup, twins: Iterable[int] = ()
 ) -> tuple[int, list[int]]:
@@ -156,7 +156,7 @@ class PolicyOrder(Order):
         progress, ahead = self.policy.progress, self.run_ahead
         for exchange in self.table.exchanges:
             for transfer in exchange.inputs:
-                # A policy's table contains no bypasses, so add them as required inputs.
+                # A policy's table contains no bypasses, so add the bypasses to the required inputs.
                 if transfer.message.kind in ("P", "G"):
                     progress.require(exchange.action, transfer.message)
         if ahead is not None:
@@ -225,8 +225,8 @@ class PolicyOrder(Order):
         while self._running and not self.policy.looks_ahead():
             self._wait()
         while True:
-            # Convert the wait to seconds at this step's pace. Until an action has completed, there
-            # is no pace, so don't wait.
+            # Convert the wait to seconds at this step's pace. Until an action has completed, the
+            # pace is unknown, so don't wait.
             units = self.policy.wait()
             paced = units and self._ran_units
             patience_s = units * self._ran_s / self._ran_units if paced else 0.0
@@ -385,7 +385,7 @@ class RunAhead:
     def listen(self, wake: Callable[[], None] | None) -> None:
         """Keep durations for `ended_s`, and call `wake` from another thread when an action ends.
 
-        A failed action calls `wake` too. None stops both.
+        `wake` is also called when an action fails. Passing None stops both.
         """
         self._wake = wake
         self._ended_s.clear()
@@ -403,7 +403,8 @@ class RunAhead:
 
     def begin(self) -> None:
         """Mark the start of an action."""
-        # Record this after the current stream's wait for inputs, which is not part of the action.
+        # Record this after the current stream's wait for inputs, because that wait is not part of
+        # the action.
         self._began = self._backend.timing_event()
         self._began.record()
 
@@ -461,7 +462,7 @@ class RunAhead:
             begin, end, took_s, wake = launched
             try:
                 # A new thread uses the first device by default. Bind inside the loop, so that a
-                # failure is reported by an action.
+                # failure is reported as the failure of an action.
                 self._backend.bind(self._device.index)
                 end.synchronize()
                 took_s.set_result(

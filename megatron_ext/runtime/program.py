@@ -74,7 +74,7 @@ class Table:
 
     @cached_property
     def arrivals(self) -> tuple[Transfer, ...]:
-        """The messages that this rank receives, in each source's sending order."""
+        """The messages that this rank receives, from each source in the order of sending."""
         arrivals = []
         for rank in range(self.schedule.placement.num_ranks):
             for exchange in exchanges(self.schedule, rank, self.window):
@@ -281,9 +281,9 @@ class Peers:
         return ranks[transfer.peer]
 
     def leads(self, rank: int) -> bool:
-        """Return whether a pipeline rank sends to its twin before it receives from it.
+        """Return whether a pipeline rank sends to its twin before receiving from its twin.
 
-        The twin with the lower global rank does.
+        This is true on the twin with the lower global rank.
         """
         return not self.mirrored or self.pipeline[rank] < self.mirrored[rank]
 
@@ -352,7 +352,7 @@ class Program:
     """A rank's exchanges, with global ranks as peers and one tensor in each transfer.
 
     If a transfer moves several tensors to several peers, the first tensor is sent to all peers
-    before the second.
+    before the second one is sent.
     """
 
     exchanges: tuple[Exchange, ...]
@@ -363,7 +363,7 @@ class Program:
 def make_program(table: Table, ends: Ends, *, leads: bool = True) -> Program:
     """Resolve the source or destination of every tensor in a step.
 
-    `leads` is true on one of two twins, which sends before it receives.
+    `leads` is true on the twin that sends before it receives, and false on the other one.
     """
     # Look up everything in advance, because the device waits for the host between two actions.
     # Peers and names depend only on the table and the shapes, so all steps share one program.

@@ -90,8 +90,8 @@ class Measured(Observer):
     """Peak number of live stage activations. With slices by length, the unit is the activation of
     the longest micro-batch in the step."""
     tables_s: float = 0.0
-    """Time that steps spent waiting for tables by length and for the computations that follow from
-    them, in seconds."""
+    """Time, in seconds, that steps spent waiting for tables by length and for everything that is
+    computed from these tables."""
     _schedule: Schedule | None = field(default=None, init=False, repr=False)
     """The table of the step in progress."""
 
@@ -296,7 +296,7 @@ class Runtime:
         return data
 
     def data_order(self, table: Table, config: Any) -> DataOrder | None:
-        """Return the order of the micro-batches in a step; None if it is the data's order."""
+        """Return the order of the micro-batches in a step; None if they run in data order."""
         for feature in self.features:
             order = feature.data_order(table, config)
             if order is not None:
@@ -373,7 +373,8 @@ class Runtime:
         groups, which check that all ranks generated the same table.
 
         Raises:
-            ScheduleError: The schedule cannot run this number, or the tables differ between ranks.
+            ScheduleError: The schedule cannot run this number of micro-batches, or the tables
+                differ between ranks.
         """
         key = (num_microbatches, backward)
         if key not in self._tables:
@@ -552,10 +553,10 @@ class Runtime:
 
 @dataclass
 class Runtimes:
-    """One configuration's runtimes, closed together with it."""
+    """The runtimes of one configuration, which are closed together with the configuration."""
 
     by_group: dict[int, Runtime] = field(default_factory=dict)
-    """Id of the pipeline group -> runtime, which holds the group, so the id stays unique."""
+    """Id of the pipeline group -> runtime, which references the group, so the id stays unique."""
     splits: SplitBackward = field(default_factory=SplitBackward)
     """Weight gradients between I and W; patched layers record them here."""
     kept_by_feature: dict[str, Any] = field(default_factory=dict)
@@ -572,7 +573,7 @@ class Runtimes:
 
     def abort(self, reason: str) -> None:
         """Abort the transports. Called from a thread other than the training thread."""
-        for runtime in list(self):  # the training thread may add one
+        for runtime in list(self):  # meanwhile, the training thread may add a runtime
             runtime.transport.abort(reason)
         self.megatron_pipelines.abort(reason)
 
@@ -610,7 +611,7 @@ def log_statistics(*, of_all: bool = True) -> None:
     for runtime in in_force():
         by_rank, where = [runtime.measured], " on this rank"
         if of_all:
-            # Creating a runtime is collective, so all ranks have their runtimes in the same order.
+            # Creating a runtime is collective, so all ranks hold their runtimes in the same order.
             by_rank, where = [Measured() for _ in range(dist.get_world_size())], ""
             dist.all_gather_object(by_rank, runtime.measured)
         together = Measured()

@@ -9,8 +9,8 @@ idea comes from "Zero Bubble Pipeline Parallelism" (Qi et al., 2023).
 
 Gradients of these weights are deferred to W: Column- and RowParallelLinear (`split_linear.py`:
 attention, MLP, sequential experts, the output layer), grouped experts (`split_grouped.py`), and
-Transformer Engine layers that are built for it (`split_te.py`). All other gradients stay in I:
-embeddings, weights that are tied to an embedding on the same stage, norms, biases, the router.
+Transformer Engine layers that are built to defer them (`split_te.py`). All other gradients stay in
+I: embeddings, weights that are tied to an embedding on the same stage, norms, biases, the router.
 
 Autograd is unaware of a gradient that is pending between I and W. So a weight's gradient is
 deferred only if no other code needs it in between:
@@ -65,8 +65,8 @@ _Key = tuple[int, int]
 Progress = Callable[[AbstractSet[int]], None]
 """Callback that takes the ids of the weights whose gradients remain to be computed."""
 
-# Megatron's buffer for gathered inputs, and a second buffer, so that a gather can write one while a
-# GEMM reads the other.
+# Megatron's buffer for gathered inputs, and a second buffer, so that a gather can write to one
+# while a GEMM reads from the other.
 _BUFFERS = ("mpu", "megatron_ext.mpu")
 _EMBEDDING = "megatron_ext_is_embedding"
 _HAS_HOOK = "a hook reads it"
@@ -125,8 +125,9 @@ class SplitBackward:
 
     def close(self) -> None:
         """Remove the hooks from the weights, and forget the chunks."""
-        # Python cannot collect a reference cycle through a weight's hook that autograd holds, so
-        # the model and its process groups would stay in memory.
+        # Python cannot collect a reference cycle that passes through a weight's hook, because
+        # autograd holds the hook. Unless the hooks are removed, the model and its process groups
+        # stay in memory.
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -139,9 +140,9 @@ class SplitBackward:
     ) -> None:
         """Register a stage's model chunk: its embeddings and its Transformer Engine layers.
 
-        Call it before each step; it returns at once for known chunks. Without it, Transformer
-        Engine layers that are built to defer their weight gradients would never compute them. If no
-        backward pass is split, Megatron controls these layers, as with
+        Call it before each step; it returns at once for chunks that are already registered. Without
+        it, Transformer Engine layers that are built to defer their weight gradients would never
+        compute them. If no backward pass is split, Megatron controls these layers, as with
         `overlap_dispatch_backward_with_experts_wgrad`.
         """
         self.is_in_use = self.is_in_use or splits
@@ -161,7 +162,7 @@ class SplitBackward:
     def agree_on_whole_gradients(
         self, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Don't defer the gradients of weights that any tensor-parallel rank cannot defer.
+        """Don't defer a weight's gradient if at least one tensor-parallel rank cannot defer it.
 
         Collective over the group, before a training step with sequence parallelism. The ranks must
         agree, because a layer gathers its input in W if the gradient is deferred, otherwise in I.
@@ -222,7 +223,7 @@ class SplitBackward:
     def _agreed_reason(
         self, weight: torch.nn.Parameter, reason: str | None
     ) -> str | None:
-        """Return why no tensor-parallel rank defers a weight's gradient, or None if all ranks do.
+        """Return why no tensor-parallel rank defers a weight's gradient, or None if all defer it.
 
         `reason` is this rank's current reason. Other ranks may not have it, because hooks may
         differ between ranks, and a rank detects another use in the middle of a step.
@@ -253,7 +254,7 @@ class SplitBackward:
 
     @contextmanager
     def reporting(self, progress: Progress) -> Iterator[None]:
-        """Within this context, call `progress` before a W's first weight and after each one."""
+        """Within this context, call `progress` before a W's first weight and after each weight."""
         self._progress = progress
         try:
             yield
@@ -401,7 +402,7 @@ class SplitBackward:
     def _arrived(
         self, watch: _Watch, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Handle a weight's gradient as summed by autograd, or None.
+        """Handle a weight's gradient, as summed by autograd; the gradient may be None.
 
         Return the gradient that autograd should accumulate instead; None changes nothing.
         """
@@ -426,7 +427,7 @@ class SplitBackward:
         return torch.zeros_like(gradient)
 
     def _prepare_for_ddp(self, weight: Any, gradient: torch.Tensor | None) -> None:
-        """Set `grad` until the end of I, because DDP's hook runs next, requires it and drops it."""
+        """Set `grad` until the end of I: DDP's hook, which runs next, requires it and drops it."""
         has_flag = hasattr(weight, "grad_added_to_main_grad")
         self._prepared.append(_Prepared(weight, weight.grad, has_flag))
         weight.grad = gradient
@@ -532,7 +533,7 @@ class _Watch:
         return self.splits._arrived(self, gradient)
 
 
-# A class, because every I enters this context, and a generator-based one is slower.
+# This is a class because every I enters this context, and a generator-based context is slower.
 class _Deferral:
     """The context of `defer`."""
 

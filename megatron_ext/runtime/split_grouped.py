@@ -65,7 +65,7 @@ class _GroupedProduct(torch.autograd.Function):
         return product.detach()
 
     @staticmethod
-    @once_differentiable  # like the library's function, since autograd does not know its kernels
+    @once_differentiable  # as in the library: autograd cannot differentiate its kernels
     def backward(
         ctx: Any, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
@@ -107,8 +107,8 @@ def grouped_product(
     `tokens` are `[tokens, in]`, sorted by expert, and `experts` is a view of the parameter.
     """
     # Builds of grouped_gemm differ, so call nothing but the library's `ops.gmm`. `gmm`'s own
-    # backward pass computes all gradients, except for the token gradient in I, which is itself a
-    # `gmm`.
+    # backward pass computes all gradients, except for the token gradient in I, which is computed by
+    # another call of `gmm`.
     weight = experts._base
     if weight is None or not experts.requires_grad or not torch.is_grad_enabled():
         return gmm(tokens, experts, batch_sizes, trans_b=trans_b)

@@ -1,7 +1,7 @@
 """Runs the backward pass of Column- and RowParallelLinear without the weight-gradient GEMM.
 
-Megatron's autograd function runs unmodified, forward and backward. In the executor's I, it gets a
-context that makes it skip the weight gradient.
+Megatron's autograd function runs unmodified, forward and backward. In the executor's I, the
+function is given a context that makes it skip the weight gradient.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def linear_backward(
     """
     accumulator = ctx.next_functions[_WEIGHT][0]
     # Don't read the saved tensor: hooks on saved tensors return copies, and torch's checkpoint
-    # allows only one unpacking. If the node has no `variable`, the weight is not a leaf.
+    # allows each saved tensor to be unpacked only once. If the node has no `variable`, the weight
+    # is not a leaf.
     weight = getattr(accumulator, "variable", None)
     if not (
         isinstance(weight, torch.nn.Parameter)
@@ -85,8 +86,9 @@ class _ContextWithoutWeight:
     def __init__(self, ctx: Any, weight: torch.nn.Parameter) -> None:
         self._ctx, self._weight = ctx, weight
         self._input, saved_weight = ctx.saved_tensors
-        # Pass a view, which lacks the parameter's attributes. With them, upstream would return
-        # uninitialised memory as the weight's gradient, meant for DDP's hook.
+        # Pass a view, which lacks the parameter's attributes. If the attributes were present,
+        # upstream would return uninitialised memory as the weight's gradient, as a placeholder for
+        # DDP's hook.
         self.saved_tensors = self._input, saved_weight.detach()
         self.gradient: LinearGradient
         self.grad_bias: torch.Tensor | None = None
@@ -97,8 +99,8 @@ class _ContextWithoutWeight:
     @property
     def grad_output_buffer(self) -> _ContextWithoutWeight:
         """The list to which upstream appends."""
-        # A property, because an attribute would be a reference cycle, which keeps the operands
-        # alive after W.
+        # This is a property because an attribute would create a reference cycle that keeps the
+        # operands alive after W.
         return self
 
     def append(self, grad_output: torch.Tensor) -> None:
@@ -130,7 +132,7 @@ class LinearGradient(WeightGradient):
         # The group over which sequence parallelism splits the input; None if the input is not
         # split.
         self._gather_group = ctx.tp_group if ctx.sequence_parallel else None
-        # The whole input, `[s, b, h]`, and the pending gather that writes it.
+        # The whole input, `[s, b, h]`, and the pending gather that fills it.
         self._gathered: tuple[torch.Tensor, torch.distributed.Work] | None = None
         self._autocast: AbstractContextManager[object] = nullcontext()
         kind = grad_output.device.type

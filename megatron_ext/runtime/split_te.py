@@ -1,9 +1,9 @@
-"""Transformer Engine's layers, which queue the operands for weight gradients themselves.
+"""Transformer Engine's layers, which do their own queueing of the operands for weight gradients.
 
 A layer built with `delay_wgrad_compute` (`patches/split_backward.py`) queues the operands, and
 `backward_dw` computes the oldest entry. This module is based on the sources of Transformer Engine
-2.3 and later. It is tested with fake layers, and on the CPU with the layers of 2.20, but not with
-its kernels, which need a GPU.
+2.3 and later. It is tested with fake layers and, on the CPU, with the layers of Transformer Engine
+2.20, but not with Transformer Engine's kernels, which need a GPU.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TeGradients(WeightGradient):
             while not self._entries.empty():
                 for weight in unfused:
                     weight.grad = None
-                self._layer.backward_dw()  # takes one entry, or two in a layer with two weights
+                self._layer.backward_dw()  # takes one entry, or two for a layer with two weights
                 add_to(totals, [weight.grad for weight in unfused])
         for weight, gradient in zip(unfused, older, strict=True):
             weight.grad = gradient
@@ -178,7 +178,8 @@ def _can_postpone(layer: Any) -> bool:
 def _computing(layer: Any) -> Iterator[None]:
     """Make `backward_dw` set the gradients of weights but not of biases."""
     # `backward_dw` sets a gradient for every bias whose `grad` is None, as it is after DDP's hooks.
-    # That would fail: autograd has computed these gradients in I, and the layer does not have them.
+    # That would fail: autograd has computed these gradients in I, and the layer does not have
+    # access to them.
     named = layer.named_parameters(recurse=False)
     biases = [bias for name, bias in named if "bias" in name and bias.grad is None]
     for bias in biases:

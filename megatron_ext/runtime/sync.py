@@ -1,7 +1,7 @@
 """Decides when to start gradient reductions and parameter gathers over data-parallel ranks.
 
-Megatron's DDP performs both. Reductions start in the order in which the table completes chunks,
-gathers in stage order.
+Megatron's DDP performs both. Reductions start in the order in which the table completes chunks;
+gathers start in stage order.
 
 Without `--overlap-grad-reduce`, `finalize_model_grads` starts all reductions instead.
 """
@@ -25,7 +25,7 @@ _UNCHANGED = nullcontext()
 
 
 class Sync:
-    """Starts no reductions and gathers: for evaluations, and for ranks without gradients."""
+    """Starts neither reductions nor gathers; used in evaluations and on ranks without gradients."""
 
     def __enter__(self) -> Sync:
         return self
@@ -63,9 +63,10 @@ class TrainingSync(Sync):
         self._splits = splits
         self._placement = table.schedule.placement
         self._by_hooks = not table.split_backwards
-        # Stages of this rank, in the order of their reductions; the first `_started` ones have been
-        # started. Use the table's order even if this rank runs its actions in a dynamic order,
-        # because peers must start the same collectives in the same order.
+        # This rank's stages, in the order in which they are reduced; the reductions of the first
+        # `_started` stages have been started. Use the table's order even if this rank runs its
+        # actions in a dynamic order, because peers must start the same collectives in the same
+        # order.
         self._order = table.reduction_order
         self._started = 0
         self._complete: set[int] = set()
@@ -76,7 +77,7 @@ class TrainingSync(Sync):
         ]
         self._gathered = 0
         self._gathers = _by_chunk(config.param_sync_func, len(chunks))
-        # Chunk -> bucket groups whose reduction has not started; the next one is last.
+        # Chunk -> bucket groups whose reduction has not started; the next one to start comes last.
         self._buckets: dict[int, list[_BucketGroup]] = {}
         self._force_all_reduce = force_all_reduce
         self._functions = _by_chunk(config.grad_sync_func, len(chunks))
@@ -84,15 +85,15 @@ class TrainingSync(Sync):
         reducing: list[Any] = [chunk for chunk in chunks if _overlaps(chunk)]
         if silences is None:
             # In Megatron's own schedules, enabled hooks count backward passes over the whole step.
-            # Here they would count an I, which has no weight gradients yet.
+            # Here they would also count an I, after which the weight gradients do not exist yet.
             silences = [
                 chunk.no_sync for chunk in reducing if hasattr(chunk, "ddp_config")
             ]
-        # A program may set these functions although its DDP does not overlap. Then start no
-        # reductions here: they would run twice, because `finalize_model_grads` starts them too.
+        # A program may set these functions even if its DDP does not overlap reductions. Then start
+        # no reductions here: they would run twice, because `finalize_model_grads` starts them too.
         self._overlaps = bool(silences and reducing)
         # Contexts that disable DDP's hooks, for each chunk or for all chunks, each with the stack
-        # that holds it once entered.
+        # that holds the context once it has been entered.
         self._silences = [(ExitStack(), silence) for silence in silences]
 
     def __enter__(self) -> TrainingSync:
@@ -107,7 +108,7 @@ class TrainingSync(Sync):
             stack.close()
 
     def before(self, stage: int) -> None:
-        """At a stage's first use, start gathering the next chunk, or two chunks the first time."""
+        """At a stage's first use, start gathering the next chunk; the first call gathers two."""
         if self._gathers is None:
             return
         # Gather one chunk ahead, so that the gather overlaps the previous chunk's forward pass.
@@ -195,9 +196,9 @@ class TrainingSync(Sync):
         # `chunk.start_grad_sync` cannot be used: it can neither force an all-reduce nor start only
         # some buckets.
         if number not in self._buckets:
-            # Use the reverse parameter order, in which backward passes complete them. The actual
-            # order of completion may differ between peers: experts, which have a separate reduction
-            # group, may receive no tokens on some ranks.
+            # Use the reverse order of the parameters, because backward passes complete their
+            # gradients in that order. The actual order of completion may differ between peers:
+            # experts, which have a separate reduction group, may receive no tokens on some ranks.
             chunk: Any = self._chunks[number]
             place: dict[int, int] = {}
             for index, parameter in enumerate(chunk.parameters()):
@@ -213,14 +214,14 @@ class TrainingSync(Sync):
             group = waiting.pop().group
             group.start_grad_sync(force_all_reduce=self._force_all_reduce)
             # At the end of a step, Megatron reduces buckets that no hook has counted so far, unless
-            # they have a reduction's handle. With several optimizer instances the handle is None,
-            # so mark the bucket as counted.
+            # a reduction handle is set for them. With several optimizer instances the handle is
+            # None, so mark the bucket as counted.
             if group.grad_reduce_handle is None:
                 group.is_first_batch = False
 
 
 class _BucketGroup(NamedTuple):
-    """A DDP bucket group, which one call reduces."""
+    """A DDP bucket group, which is reduced by a single call."""
 
     group: Any
     weights: frozenset[int]
@@ -228,7 +229,7 @@ class _BucketGroup(NamedTuple):
 
 
 def _overlaps(chunk: torch.nn.Module) -> bool:
-    """Return whether DDP's hooks reduce a chunk's gradients; true for any DDP but Megatron's."""
+    """Return whether DDP's hooks reduce a chunk's gradients; true for non-Megatron DDP."""
     return bool(
         getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", True)
     )

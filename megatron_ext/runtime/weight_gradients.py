@@ -11,10 +11,10 @@ import torch
 
 
 class WeightGradient(ABC):
-    """The deferred gradients of a layer's weights; usually there is one weight.
+    """The deferred gradients of a layer's weights; most layers have only one weight.
 
-    Except with Transformer Engine, the operands stay alive as long as this object, because W may
-    run in a different stream than the one that owns their memory
+    Except with Transformer Engine, the operands stay alive as long as this object does, because W
+    may run in a different stream from the one that owns their memory
     (`features/pairs/waiting_weights.py`).
     """
 
@@ -73,7 +73,8 @@ def will_accumulate(accumulator: torch.autograd.graph.Node) -> bool:
     Args:
         accumulator: The weight's AccumulateGrad node.
     """
-    # The result is False in `torch.autograd.grad`, and in `backward(inputs=...)` with other inputs.
+    # The result is False in `torch.autograd.grad`, and in `backward(inputs=...)` if the inputs do
+    # not include the weight.
     try:
         return bool(torch._C._will_engine_execute_node(accumulator))
     except RuntimeError:  # torch raises inside `torch.autograd.grad` for this weight

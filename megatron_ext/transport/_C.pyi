@@ -16,8 +16,9 @@ class _HasFileno(Protocol):
 class Message:
     """A message that has arrived: a writable buffer of its bytes.
 
-    The bytes are in a slot of shared memory, or in reused memory, which is free again with the last
-    reference. `torch.frombuffer` holds a reference. Any thread may drop the last one.
+    The bytes are in a slot of shared memory or in reused memory, which becomes free again when the
+    last reference is dropped. `torch.frombuffer` holds a reference. Any thread may drop the last
+    reference.
     """
 
     @property
@@ -29,7 +30,7 @@ class Message:
         """The shape that the sender passed."""
 
     def dlpack(self) -> object:
-        """Return a DLPack capsule that owns the bytes. May be called once."""
+        """Return a DLPack capsule that owns the bytes. May be called only once."""
 
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -56,18 +57,18 @@ class PeerReport:
 
     @property
     def num_arrived(self) -> int:
-        """Number of messages from the peer that were not taken."""
+        """Number of messages from the peer that have not been taken."""
 
     @property
     def num_held(self) -> int:
-        """Number of slots, or of messages if a wire has no slots, that are not released yet."""
+        """Number of slots, or of messages if a wire has no slots, that have not been released."""
 
     @property
     def num_queued(self) -> int:
-        """Number of messages to the peer that wait for room."""
+        """Number of messages to the peer that are waiting for room."""
 
 class Link:
-    """The connection of an endpoint with one peer."""
+    """The connection of an endpoint to one peer."""
 
 @final
 class ShmLink(Link):
@@ -102,7 +103,7 @@ class ShmLink(Link):
         """Wait until the peer has created its link.
 
         Raises:
-            TransportError: The peer does not do so in time, or sends something else.
+            TransportError: The peer did not create its link in time, or sent something else.
         """
 
 @final
@@ -153,14 +154,14 @@ class Endpoint:
     """A process of a job, and its links to other processes.
 
     Calls come from one thread; `send`, `publish` and `abort` may come from another. A thread of the
-    core does the work that must continue while the process computes, such as sending messages that
-    found no room. In a forked child, every call raises TransportError.
+    core does the work that must continue while the process computes, such as sending messages for
+    which there was no room before. In a forked child, every call raises TransportError.
 
     Args:
         rank: Rank of this process among its peers.
         slots: Number of messages from each peer that may be unreleased here, 1 to 1024.
         slot_bytes: Size of a slot; longer messages are sent in pieces, at the cost of a copy.
-        checksums: Whether the bytes that are sent carry a checksum, which the receiver verifies.
+        checksums: Whether the bytes are sent with a checksum, which the receiver verifies.
 
     Raises:
         ValueError: The sizes are impossible for an arena.
@@ -183,12 +184,12 @@ class Endpoint:
     ) -> None:
         """Send the bytes at `address`, to a peer or to this process; never waits.
 
-        Shape and dtype determine the number of bytes. `owner` is kept until they are copied, which
-        may be before this returns.
+        Shape and dtype determine the number of bytes. A reference to `owner` is kept until the
+        bytes have been copied, possibly before this call returns.
 
         Raises:
             ValueError: There is no such peer, or the shape has more than 8 dimensions or a negative
-                one.
+                dimension.
             TransportError: The peer is gone.
         """
 
@@ -198,12 +199,13 @@ class Endpoint:
         """Return a message whose bytes are to be filled, for example by a device; never waits.
 
         The bytes are where the peer reads them, or where its device fetches them. They stay there
-        as long as the message lives, also after the peer's death and after `close`. The memory of a
+        as long as the message lives, even after the peer's death and after `close`. The memory of a
         message that is never published is never reused.
 
         Returns:
-            None on TCP, for messages without bytes or longer than a slot, while other messages wait
-                for room, and if too many are reserved to leave a slot: then `send` it.
+            None on TCP, for messages without bytes or longer than a slot, while other messages are
+                waiting for room, and if so many are reserved that no slot is left. In these cases,
+                use `send`.
 
         Raises:
             ValueError: As in `send`.
@@ -214,7 +216,7 @@ class Endpoint:
         """Send a message from `reserve`, whose bytes must not change any more; never waits.
 
         Raises:
-            ValueError: It was published before, or reserved for another peer.
+            ValueError: The message was published before, or was reserved for another peer.
             TransportError: The peer is gone.
         """
 
@@ -252,8 +254,8 @@ class Endpoint:
         """Wait for messages that no earlier call returned.
 
         Returns:
-            (source, tag) of each that was not taken; empty when `take` would return None, or when
-            all peers have closed.
+            (source, tag) of each message that has not been taken; empty when `take` would return
+            None, or when all peers have closed.
         """
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -285,7 +287,7 @@ class Endpoint:
         """Return the totals so far; also after `close`."""
 
     def peers(self) -> list[PeerReport]:
-        """Return the states of the peers, as far as they were detected."""
+        """Return the states of the peers, as far as they have been detected."""
 
 @final
 class RdmaLink(Link):
@@ -319,11 +321,11 @@ class RdmaLink(Link):
     def connect(self, timeout_s: float | None = None) -> None:
         """Connect to the peer, which must call this too.
 
-        With several peers, in ascending order of rank.
+        If there are several peers, connect to them in ascending order of rank.
 
         Raises:
-            TransportError: The peer does not connect in time, gives up, or cannot be reached; names
-                both ends.
+            TransportError: The peer does not connect in time, gives up, or cannot be reached; the
+                error names both ends.
         """
 
     @property
@@ -356,7 +358,7 @@ class GidEntry:
 
     @property
     def net_device(self) -> str:
-        """The network interface it belongs to; empty if there is none."""
+        """The network interface to which it belongs; empty if there is none."""
 
 @final
 class RdmaPort:
@@ -400,7 +402,7 @@ class RdmaDevice:
 
     @property
     def error(self) -> str:
-        """Why it cannot be used; empty if it can."""
+        """Why the device cannot be used; empty if it can be used."""
 
     @property
     def remedy(self) -> str:
@@ -420,7 +422,7 @@ class RdmaFinding:
 
     @property
     def is_good(self) -> bool:
-        """True if it works; the last finding is the first failure, if any."""
+        """True if the step succeeded. A failed step is always the last finding."""
 
     @property
     def text(self) -> str:

@@ -19,7 +19,7 @@ Wire = Literal["auto", "shm", "tcp", "rdma"]
 
 @dataclass(frozen=True)
 class Address:
-    """The address that a process publishes. Its name and port are public; its secret is not."""
+    """The address that a process publishes. Its name and port are public, but its secret is not."""
 
     version: str
     byte_order: str
@@ -28,15 +28,15 @@ class Address:
     host: str
     boot_id: str
     network: int
-    """Inode of the network namespace. Abstract socket names are valid within a namespace."""
+    """Inode of the network namespace. Abstract socket names are valid only within one namespace."""
     name: str
     """The unix socket's name, in the abstract namespace."""
     secret: str
     ip: str = ""
-    """IP address on which the process listens for TCP; empty if it does not."""
+    """IP address on which the process listens for TCP; empty if it does not listen."""
     port: int = 0
     no_rdma: str = "it was not probed"
-    """Why the process cannot use RDMA; empty if it can."""
+    """Why the process cannot use RDMA; empty if it can use RDMA."""
 
     @classmethod
     def new(cls, wire: Wire) -> Address:
@@ -148,7 +148,7 @@ def own_address(
 
     Raises:
         TransportError: The number of addresses is wrong, this host's address is unusable, or there
-            is no route.
+            is no route to the rendezvous host.
     """
     if not node_ips:
         try:

@@ -76,7 +76,7 @@ class Afterwards:
                 f"{waited_s:.1f} s of {timeout_s:g} s; their kernels may wait for another rank"
             )
 
-    # This may run at exit, when a device that hangs must not keep the process alive.
+    # This may run at exit, when a hanging device must not keep the process alive.
     def stop(self, timeout_s: float) -> bool:
         """Stop the thread after its last job; return False if the time-out expires first."""
         self._jobs.put(None)
@@ -93,7 +93,7 @@ class Afterwards:
                 copied.wait()
                 if self.error is None:
                     then()
-            except BaseException as error:  # noqa: BLE001 - the next call raises it
+            except BaseException as error:  # noqa: BLE001 - the next call raises the error
                 if self.error is None:
                     self.error = error
                     self._abort(f"a tensor could not be copied or sent: {error}")

@@ -57,8 +57,8 @@ class Transport(Protocol):
         Args:
             expected: All messages in the step, in the order in which each source sends them, with
                 ascending `after`. Some wires need a message's size, or a buffer for it, in advance.
-            slots: Maximum number of messages of one kind in flight from one rank to another. With
-                this many slots, no send ever blocks, regardless of timing (see
+            slots: Maximum number of messages of one kind in flight from one rank to another. If
+                there are this many slots, no send ever blocks, regardless of timing (see
                 `schedules/table/memory.py`).
 
         Raises:

@@ -151,7 +151,7 @@ class DirectTransport:
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step.
 
-        For each device tensor, the host receives a buffer number, as bytes (uint8).
+        For each device tensor, the host transport receives a buffer number, as bytes (uint8).
         """
         if self._copies is not None:
             # Send the previous step's completion messages first, because their tags contain that
@@ -276,8 +276,8 @@ class DirectTransport:
             self._fail(
                 f"{message} could not be copied from the device of rank {source}", error
             )
-        # The devices reuse the buffer only after this copy, so the note need not wait for the copy.
-        # The sender may already be gone.
+        # The devices reuse the buffer only after this copy, so the note does not have to wait for
+        # the copy. The sender may already be gone.
         with suppress(TransportError):
             # When a buffer is first used, send the handle that lets the peer wait for this copy.
             self._host.note(
@@ -520,7 +520,8 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
     reasons = {
         peer: reasons_by_rank[peer][me] for peer in peers if me in reasons_by_rank[peer]
     }
-    # If both ranks have a reason, prefer this rank's reason, which says more about its own device.
+    # If both ranks have a reason, prefer this rank's reason, because it says more about this rank's
+    # device.
     reasons.update(my_reasons)
     return Reach(sharing, reasons, not any(reasons_by_rank))
 

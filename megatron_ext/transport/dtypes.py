@@ -46,7 +46,7 @@ def tensor_on(message: Message) -> torch.Tensor:
     """Return a CPU tensor that shares a message's memory, with the message's shape and dtype.
 
     Raises:
-        MessageMismatch: This version of torch, or of this package, does not know the dtype.
+        MessageMismatch: This version of torch, or of this package, does not support the dtype.
     """
     dtype = DTYPE_OF.get(message.dtype)
     if dtype is None:

@@ -48,7 +48,7 @@ class RdmaProbe(NamedTuple):
 
     @property
     def why_not(self) -> str:
-        """The finding and its remedy in one line; empty if this host can use RDMA."""
+        """The finding and its remedy, in one line; empty if this host can use RDMA."""
         return (
             "" if self.usable else "; ".join(filter(None, [self.finding, self.remedy]))
         )
@@ -63,8 +63,8 @@ def probe_rdma(address: str | None = None, *, sysfs: str = "/sys") -> RdmaProbe:
 
     Raises:
         TransportError: The address or a MEGATRON_EXT_IB_* variable is malformed. Missing hardware
-            and libraries are findings instead, because `auto` probes every machine, and most have
-            no RDMA.
+            and missing libraries are reported as findings instead, because `auto` probes every
+            machine, and most have no RDMA.
     """
     try:
         probe_steps = require_native().probe_rdma(address or "", sysfs)

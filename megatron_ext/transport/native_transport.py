@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# The public function looks for __dlpack__ first, which takes a third of its time if the argument is
-# a capsule.
+# The public function looks for __dlpack__ first, and this takes a third of the call's time if the
+# argument is a capsule.
 _from_dlpack = getattr(torch._C, "_from_dlpack", from_dlpack)
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
@@ -477,7 +477,7 @@ class NativeTransport:
             if self._wake_name in self._unreported:
                 del self._unreported[self._wake_name]
                 while endpoint.take(self._rank, WAKE, 0.0) is not None:
-                    pass  # repeated calls to `wake` end only one sleep
+                    pass  # several calls to `wake` end only one sleep
                 timeout_s = 0.0  # check once more without sleeping
             if arrivals:
                 continue

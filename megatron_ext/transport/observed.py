@@ -16,7 +16,7 @@ WaitsFor = Literal["input", "slot"]
 
 
 class TransportObserver:
-    """Callbacks for one rank's messages; they do nothing. Each begin has a matching end."""
+    """Callbacks for one rank's messages, which do nothing here. Each begin has a matching end."""
 
     def connected(self, wires: Mapping[int, str]) -> None:
         """A transport has been opened.
@@ -51,7 +51,7 @@ class TransportObserver:
         """The wait is over; these messages arrived during it."""
 
     def arrived(self, messages: Sequence[Message]) -> None:
-        """A poll that does not wait returned these messages."""
+        """A poll that did not wait has returned these messages."""
 
 
 def observed(transport: Transport, observers: Sequence[TransportObserver]) -> Transport:

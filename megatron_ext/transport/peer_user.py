@@ -1,8 +1,8 @@
 """Finds the user who owns the process at the other end of a connection.
 
-A secret only proves that a process can read the job's store, which any process that reaches the
-store's port can do. Within one host, the kernel reports which user owns a process, and no process
-can forge that.
+A secret only proves that a process can read the job's store, and any process that can reach the
+store's port can do so. Within one host, the kernel reports which user owns a process, and no
+process can forge that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def user_of_peer(link: socket.socket) -> int | None:
     except OSError:  # the peer closed the connection before it read all data
         return NOBODY
     # If the peer is in this network namespace, the kernel's table contains the peer's end of the
-    # connection. Accept any state: a peer that has half closed the connection can still receive.
+    # connection. Accept a connection in any state, because a peer that has half closed it can still
+    # receive.
     for table, spelled in _SPELLINGS.items():
         ends = f" {spelled(peer_ip)}:{peer_port:04X} {spelled(ip)}:{port:04X} "
         with suppress(OSError):  # a kernel without IPv6 has no tcp6

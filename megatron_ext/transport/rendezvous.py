@@ -390,8 +390,8 @@ class _Rendezvous:
         except (TransportError, OSError, ValueError) as error:
             _log.warning("rank %d refused a connection: %s", self._rank, error)
             link.close()
-            # The call may come from a peer that gave up. In that case, `_address` raises the peer's
-            # reason.
+            # The call may come from a peer that gave up. In that case, `_address` raises an error
+            # with the peer's reason.
             for peer in sorted(lower):
                 self._address(peer)
             return
@@ -407,7 +407,7 @@ class _Rendezvous:
         for attempt in range(1, _MAX_CALLS + 1):
             if self._read_answer(peer, call.socket):
                 return call
-            self._address(peer)  # raises the peer's reason, if it published one
+            self._address(peer)  # raises an error if the peer has published a reason
             if attempt < _MAX_CALLS:
                 try:
                     call = self._call(peer)

@@ -58,9 +58,9 @@ class TorchTransport:
     The constructor is collective over all ranks of the job.
 
     Args:
-        device: Device of received tensors.
+        device: Device on which received tensors are allocated.
         links: All links with this rank as source or target.
-        timeout_s: Time-out of an operation. With gloo, each `recv` has a separate time-out.
+        timeout_s: Time-out of an operation. With gloo, it applies to each `recv` separately.
         shapes_travel: Whether a header with the shape precedes each message; equal on all ranks.
     """
 
@@ -230,7 +230,7 @@ class TorchTransport:
         return self._stats
 
     def count_call(self) -> None:
-        """Count an `isend` or `recv`, including one that another transport has carried."""
+        """Count an `isend` or `recv`, including a call that another transport has carried out."""
         self._calls += 1
         if not self._one_by_one:
             self._post_due()
@@ -350,9 +350,10 @@ def groups_of_ranks(
     Each set contains this rank, and all ranks of a set pass the same set. `backend` is a
     torch.distributed backend; None means the job's backend.
     """
-    # Create all groups on all ranks. Otherwise torch names a group by the number of groups that the
-    # calling rank is in, which differs between ranks of a pipeline (for example because of
-    # embedding groups), so two ranks would wait for each other forever, with different names.
+    # Create all groups on all ranks. Otherwise torch names a group by the number of groups that
+    # contain the calling rank, and this number differs between ranks of a pipeline (for example
+    # because of embedding groups), so two ranks would wait for each other forever, with different
+    # names.
     sets_of_rank = sorted(set(sets))
     sets_by_rank: list[list[_Members]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(sets_by_rank, sets_of_rank)
@@ -388,8 +389,8 @@ def _in_time(ask: Callable[[], Any]) -> Any:
         with suppress(RuntimeError, ValueError):
             answers.append(ask())
 
-    # Use a thread, because calls to the store have no time-out: they block as long as the store's
-    # process is stopped.
+    # Use a thread, because calls to the store have no time-out: they block for as long as the
+    # store's process is stopped.
     asking = threading.Thread(target=run, daemon=True)
     asking.start()
     asking.join(_STORE_S)
