@@ -177,10 +177,10 @@ def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
 
 
 def _beyond(together: Passes, layer: Passes) -> Passes:
-    """Return how much longer one end of the model takes than the layer that it was built with."""
+    """Return the time for the embedding or loss, which was timed together with a layer."""
     extra_s = []
     for both_s, layer_s in _by_pass(together, layer):
-        # The end may take less time than the variation between measurements.
+        # The embedding or the loss may take less time than the variation between measurements.
         extra_s.append(max(0.0, both_s - layer_s))
     return Passes(*extra_s)
 

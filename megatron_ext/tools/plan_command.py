@@ -70,9 +70,9 @@ _LAYOUT_FLAGS = {
     *("--pipeline-schedule", "--enable-bitpipe-schedule", "--pipeline-layout"),
     *("--recompute-granularity", "--recompute-modules"),
 }
-"""Flags that do not describe the model, because the planner chooses them itself."""
+"""Flags that do not describe the model, because the planner itself chooses their values."""
 _RECIPE_MODULES = frozenset({"core_attn", "mlp", "shared_experts"})
-"""Modules that recipes with experts recompute, but that the search does not try."""
+"""Modules that recipes with experts recompute, but that the search does not try to recompute."""
 _MAX_DOUBLINGS = 6
 _MAX_COUNT = 10**9
 """Largest number of sequences per step, or of tokens per sequence."""

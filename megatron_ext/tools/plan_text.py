@@ -79,7 +79,7 @@ def as_dict(plan: Layout) -> dict[str, Any]:
 
 
 def result_as_dict(result: SearchResult) -> dict[str, Any]:
-    """Return the output of `plan --json`; `waiting_weights` is for the first plan."""
+    """Return the output of `plan --json`; `waiting_weights` refers to the first plan."""
     free_memory = _room_for_waiting(result.plans[0])
     return {
         "bound_s": result.bound_s,

@@ -411,7 +411,8 @@ def _print_notes(timelines: Sequence[Timeline], costs_text: str) -> None:
         )
 
 
-# Number of schedules for which `plan` prints flags; `--schedule NAME` prints any other's flags.
+# Number of schedules for which `plan` prints flags; `--schedule NAME` prints the flags for any
+# other.
 _WITH_FLAGS = 3
 
 
@@ -437,8 +438,9 @@ def _print_recommendation(timelines: Sequence[Timeline]) -> None:
     width = _label_width(timelines)
     for timeline in shown:
         label = timeline.schedule.label.ljust(width)
-        # The flags include the costs, because some tables are searched for them. With a latency of
-        # 0.1, bitpipe takes 51.7 forwards, but 57 with the table for equal times and no latency.
+        # The flags include the costs, because some tables are optimized for given costs. With a
+        # latency of 0.1, bitpipe takes 51.7 forwards, but 57 with the table for equal times and no
+        # latency.
         print(f"  {label}  {training_flags(timeline.schedule, timeline.costs)}")
 
 

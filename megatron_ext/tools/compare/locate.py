@@ -442,7 +442,7 @@ class _StatedTolerances:
 class _LearnedTolerances:
     """Tolerances learned from a run with different rounding.
 
-    All tensors from the same module share one tolerance, over all layers and micro-batches.
+    All tensors from the same module share one tolerance across all layers and micro-batches.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ def _charts(contenders: Sequence[Contender]) -> Iterator[str]:
     """Yield one chart for each loss, one for the gradient norm, and one for the step times."""
     names: list[str] = []
     for contender in contenders:
-        # Draw only the first round, if there is one.
+        # Draw only the first round, if any round has finished.
         for record in contender.records[:1]:
             for step in record.steps:
                 names += [name for name in step.numbers if name not in names]

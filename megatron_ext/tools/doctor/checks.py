@@ -216,7 +216,7 @@ def check_device() -> Iterator[Diagnosis]:
 def device_here() -> DeviceKind | None:
     """Return the planner's description of this machine's device, with its actual memory.
 
-    None: there is no accelerator, or the planner does not know it.
+    None: there is no accelerator, or the planner has no description of it.
     """
     try:
         return automatic.device_here()

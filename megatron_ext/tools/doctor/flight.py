@@ -165,7 +165,7 @@ def check_training(
 
 
 def _set_facts_of_cut(answer: Preflight) -> None:
-    """Set the arguments that `KNOWN_HANGS` reads but no flag sets, for Megatron's schedules.
+    """Set, for Megatron's schedules, the arguments that `KNOWN_HANGS` reads but that no flag sets.
 
     Raises:
         ArgumentsError: The flags for the cut contradict each other, or do not divide the model

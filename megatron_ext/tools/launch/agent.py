@@ -132,7 +132,7 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     os.environ.pop("MEGATRON_EXT_DISABLE", None)  # meant for the agent only
     # The checks must see the job's variables, for example to count devices.
     os.environ.update(request["env"])
-    # Modules that the script needs may be only on the job's path.
+    # Some modules that the script needs may be found only on the job's path.
     sys.path += [
         path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path
     ]
@@ -231,7 +231,7 @@ def _forward(output: IO[bytes], log: IO[bytes], send: Send, every_line: bool) ->
         of_ranks = [line for line in lines if line.startswith(RANK_MARK)]
         of_no_rank = [line for line in lines if not line.startswith(RANK_MARK)]
         shown = lines if every_line else of_ranks
-        # torchrun or the keeper has written the lines from ranks to other files. Neither a full
+        # torchrun or the keeper has already written the ranks' lines to other files. Neither a full
         # disk nor a dead launcher may block the job.
         if of_no_rank:
             with suppress(OSError):
@@ -265,7 +265,7 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
 
     A host that was stopped may still have caused the failure, if its ranks exited later.
     """
-    # If there is no report, torchrun failed before it started ranks, or was killed.
+    # If there is no report, torchrun either failed before it started any ranks or was killed.
     report: Json = logs.folder.read_json("failure.json") or {}
     survived = [rank - logs.first_rank for rank in report.get("survived", ())]
     causes = cause.read(logs.folder.anchor / "ranks", survived)
@@ -375,7 +375,8 @@ def _status(request: Json, directory: Path) -> Json:
     state = ""
     if runs.recorded(ended):
         state = "running, "
-    # `ended` has no exit code if the job is still running or its agent could not write the report.
+    # `ended` contains no exit code if the job is still running or its agent could not write the
+    # report.
     with suppress(KeyError, TypeError):
         state = f"ended with {ended['code']}"
         if ended["stopped"]:
@@ -444,5 +445,5 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    # A normal exit would abort the interpreter, because a thread still reads standard input.
+    # A normal exit would abort the interpreter, because a thread is still reading standard input.
     os._exit(code)

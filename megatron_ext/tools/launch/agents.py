@@ -1,7 +1,7 @@
 """Connections to the agents on a job's hosts.
 
-Each host has an agent, reached by ssh, by Slurm's srun, or as a local process. The user's own ssh
-configuration, keys and jump hosts apply; ssh never prompts.
+Each host has an agent, which is reached through ssh or Slurm's srun, or runs as a local process.
+The user's own ssh configuration, keys and jump hosts apply, and ssh never prompts.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class _Connection:
                 self._noise.append(line.decode(errors="replace").rstrip())
             else:
                 self._put(message)
-        # Set the exit code before the event, because `explain` reports it.
+        # Set the exit code before sending the event, because `explain` reports this code.
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_CLOSE_S)
         self._put(None)
@@ -150,7 +150,7 @@ class _Connection:
         self._stderr.seek(0)
         errors = self._stderr.read().decode(errors="replace").splitlines()
         lines = [line for line in [*self._noise, *errors] if line.strip()]
-        # Login scripts may print pages of text; the reason why the agent exited comes last.
+        # Login scripts may print pages of text, but the reason why the agent exited comes last.
         return lines[-20:]
 
     def close(self) -> None:
@@ -212,7 +212,8 @@ class Agents:
         # In a source tree that is not installed, the hosts must import from the same path.
         if not {"site-packages", "dist-packages"} & set(root.parts):
             variables.append(f"PYTHONPATH={root}")
-        # ssh servers reject most variables, and login shells differ in syntax, so `env` sets them.
+        # ssh servers reject most variables, and login shells differ in syntax, so let the `env`
+        # command set the variables.
         argv = [
             "env",
             *variables,
@@ -267,7 +268,8 @@ class Agents:
             if abs(answer["ahead_s"]) > MAX_SKEW_S:
                 clock = f"its clock is {answer['ahead_s']:+.0f} s off this machine's"
                 answer["warnings"].append(f"{clock}; let NTP or chrony set it")
-            # If a host is missing, report only that, because comparing the others may mislead.
+            # If a host is missing, report only that, because a comparison of the other hosts may be
+            # misleading.
             hellos.append(answer if is_complete else {**answer, "problems": []})
         if is_complete:
             # `_compare` rejects different releases of torch, so it is enough to check one host.
@@ -292,7 +294,8 @@ class Agents:
             names |= dict.fromkeys(hello["same"])
         for name in names:
             versions = [hello["same"].get(name) for hello in hellos]
-            # Compare with the majority instead of the first host, which may be the different one.
+            # Compare with the majority instead of the first host, which may be the one that
+            # differs.
             commonest = Counter(filter(None, versions)).most_common(1)[0][0]
             like = self.plan.hosts[versions.index(commonest)].name
             remedy = "install the same version on all hosts"

@@ -87,7 +87,8 @@ def with_restarts(
         failed_at.append(now)
         # The number of recent failures can fall, so count all restarts to keep run ids unique.
         num_restarts += 1
-        # Wait longer each time, because a failing file server or switch takes a while to come back.
+        # Wait longer each time, because a file server or switch that has failed takes a while to
+        # come back.
         pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (len(failed_at) - 1))
         say(
             f"restart {len(failed_at)} of {args.max_restarts} in {pause_s:g} s, because of "

@@ -122,7 +122,7 @@ class FirstBoard:
 
     @property
     def is_needed(self) -> bool:
-        """Whether another host still runs ranks."""
+        """Whether another host is still running ranks."""
         return not all(host.has_ended for host in self._hosts.values())
 
     @property

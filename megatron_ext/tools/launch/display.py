@@ -32,11 +32,11 @@ def say(text: str) -> None:
 class Display:
     """Shows the lines from all hosts, with bounded memory.
 
-    Ranks write their complete output to files on their hosts, and torchrun follows the files for
-    the ranks to show. A terminal or a pipe may block for any length of time, so a separate thread
-    writes to it. If it blocks for long, the display drops output and counts the dropped lines.
-    Every line goes to the log and, unless a view shortens it, to the output. The display closes
-    neither the log nor the output.
+    Ranks write their complete output to files on their hosts, and torchrun follows the files of
+    those ranks whose output is shown. A terminal or a pipe may block for any length of time, so a
+    separate thread writes to it. If it blocks for a long time, the display drops output and counts
+    the dropped lines. Every line goes to the log and, unless a view shortens it, to the output. The
+    display closes neither the log nor the output.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Display:
         self.iteration = 0
         """The last training iteration that appeared in a line."""
         self.is_stopping = False
-        """True if the user has stopped the job: the view then shows no errors."""
+        """True if the user has stopped the job, in which case the view shows no errors."""
         self.left_out = 0
         """Number of lines that were not shown."""
         self._is_blocked = False

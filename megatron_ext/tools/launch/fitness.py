@@ -35,7 +35,7 @@ _HIGHEST_PORT = 32767
 
 
 def look(request: Json, log_dir: Path) -> Json:
-    """Return whether this host can run the request, whose environment is already set.
+    """Return whether this host can run the request; its environment must already be set.
 
     The answer contains problems, warnings, and values that must be the same on every host. This
     call changes to the request's work directory. The log directory must not exist yet.
@@ -47,7 +47,7 @@ def look(request: Json, log_dir: Path) -> Json:
         "pid": os.getpid(),
         "clock": time.time(),
         "log_dir": str(log_dir),
-        # Count without torch, because importing it takes longer than all the checks.
+        # Count without torch, because importing torch takes longer than all the checks together.
         "devices": 0 if request["per_node"] and request["nproc"] else count_devices(),
         "problems": problems,
         "warnings": warnings,
@@ -114,7 +114,7 @@ def _look_at_logs(log_dir: Path) -> tuple[int, str | None]:
 
     This does not create the folder, so that no folder is left behind if the job is rejected.
     """
-    # Don't use Path.exists(), which raises in a folder without access permission.
+    # Don't use Path.exists(), which raises an error in a folder without access permission.
     existing = next(folder for folder in log_dir.parents if os.access(folder, os.F_OK))
     free_bytes = shutil.disk_usage(existing).free
     why = None
@@ -164,9 +164,9 @@ def _digest_of(script: str) -> str:
 
 def _free_port(master_port: int | None, problems: list[str]) -> int:
     """Return the port for the rendezvous: the user's port or a free one."""
-    # Rank 0 listens only seconds later. Ports in this range are never assigned automatically, so
-    # the port most likely stays free until then. Choose at random, so that jobs that start at the
-    # same time choose different ports.
+    # Rank 0 starts to listen only seconds later. Ports in this range are never assigned
+    # automatically, so the port most likely stays free until then. Choose at random, so that jobs
+    # that start at the same time choose different ports.
     candidates = random.sample(range(_LOWEST_PORT, _HIGHEST_PORT + 1), 5)
     if master_port:
         candidates = [master_port]

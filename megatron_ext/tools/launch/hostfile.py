@@ -127,7 +127,7 @@ def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
             continue
         try:
             host = _host(words)
-            # Names are case-insensitive. Two ssh ports on one address may be two containers.
+            # Names are case-insensitive. Two ssh ports on one address may belong to two containers.
             for identity in (host.name.lower(), (host.address.lower(), host.port)):
                 if (first := lines.setdefault(identity, number)) != number:
                     raise ValueError(

@@ -289,7 +289,7 @@ def hosts_of(
     """Return the hosts that the flags select, and the id of their Slurm job, if any.
 
     Each host starts `nproc` processes or, by default, one per slot. Without a hostfile and without
-    Slurm, this machine is the only host, with `alone` slots.
+    Slurm, this machine is the only host, and it has `alone` slots.
     """
     job = None
     if args.hostfile is not None:
@@ -309,7 +309,7 @@ def hosts_of(
 def _is_this_machine(name: str) -> bool:
     """Return whether a name or address is this machine's, without resolving it."""
     # A resolver may hang, or may resolve this machine's public name to another machine. Binding an
-    # address proves nothing either, because ip_nonlocal_bind allows any address.
+    # address proves nothing either, because ip_nonlocal_bind allows binding any address.
     if name in ("localhost", socket.gethostname()):
         return True
     # `ip_address` raises for a name.

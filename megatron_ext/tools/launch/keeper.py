@@ -104,7 +104,7 @@ class Rank:
     def end_children(self) -> None:
         """Stop the processes that a lost rank has started, such as checkpoint writers.
 
-        NVRx's monitor survives, because it runs in another session. It must report the loss.
+        NVRx's monitor runs in a different session, so it survives and can report the loss.
         """
         # Use SIGTERM, which Python's resource trackers ignore. They remove semaphores and shared
         # memory once the other processes have exited.
@@ -197,7 +197,7 @@ class Keeper:
         self._ranks_met = ranks_met
         shown = set()
         for item in (args.tee or "").split(","):
-            # An item is RANK:STREAMS.
+            # Each item has the form RANK:STREAMS.
             if item:
                 shown.add(int(item.partition(":")[0]))
         # torchrun sets these variables for its ranks, except for the last four.

@@ -126,10 +126,10 @@ class Losses:
 
     def note_step(self) -> None:
         """Record a step. The first step after a restart ends the recovery from its losses."""
-        # Count only losses that a restart has left out. A step right after a loss does not show
-        # that the job has recovered: the ranks may be completing a step already in progress, and
-        # losing a reserve rank does not interrupt any step. The order of loss and restart does not
-        # show it either: if a rank fails, the other ranks may restart before its process exits.
+        # Count only losses of ranks that a restart has left out. A step right after a loss does not
+        # show that the job has recovered: the ranks may be completing a step already in progress,
+        # and losing a reserve rank does not interrupt any step. The order of loss and restart does
+        # not show it either: if a rank fails, the other ranks may restart before its process exits.
         now = time.time()
         with self._lock:
             replaced = self.items[: self._num_replaced]

@@ -53,8 +53,8 @@ def manage(args: argparse.Namespace) -> int:
         plan, local_rank = _of_rank(plan, args.rank)
         details = {"lines": args.lines, "local_rank": local_rank}
     if plan.slurm_job is not None:
-        # srun starts nothing in a Slurm job that has finished. Only files are left by then, which
-        # the hosts share with this machine, so read them here.
+        # srun starts nothing in a Slurm job that has finished. By then, only files are left. The
+        # hosts share these files with this machine, so read them here.
         is_over = slurm.state(plan.slurm_job) != "RUNNING"
         plan = replace(
             plan, hosts=tuple(replace(host, local=is_over) for host in plan.hosts)

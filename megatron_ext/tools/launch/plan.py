@@ -41,7 +41,8 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - r
 
 def flag_value(flags: Sequence[str], name: str) -> str | None:
     """Return the last value of a flag in a command line, or None."""
-    # Parse only this flag, because only Megatron's parser knows all flags, and it runs elsewhere.
+    # Parse only this flag, because only Megatron's parser can handle all flags, and it runs
+    # elsewhere.
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     # With `nargs="?"`, a missing value is not an error here, because Megatron's parser reports it.
     parser.add_argument(name, dest="value", nargs="?")
@@ -155,7 +156,7 @@ class JobPlan:
     """Grace period in seconds. After a failure, a job stops within about twice this time, because
     the ranks on the same host are stopped first, and then the ranks on other hosts."""
     silence_s: float = 60.0
-    """Seconds without messages before launcher and agent consider each other lost."""
+    """Seconds without messages after which the launcher and an agent consider each other lost."""
     ssh: tuple[str, ...] = ("ssh",)
     """The ssh program, with the user's options (`--ssh-cmd`)."""
     slurm_job: str | None = None
@@ -335,7 +336,8 @@ class JobPlan:
             distance, num_copies = 1, 2
         else:
             # Ranks with the same local rank save for each other in groups of hosts. All groups have
-            # the same size, as small as possible, because a rank saves for its whole group.
+            # the same size, which is as small as possible, because each rank saves for its whole
+            # group.
             distance, num_copies = max(counts), 2
             while num_hosts % num_copies:
                 num_copies += 1
@@ -396,13 +398,14 @@ class JobPlan:
         return {**self.env, **dict(self.hosts[index].env)}
 
     def _torchrun_words(self, index: int, port: int, *options: str) -> list[str]:
-        # Several hosts must be able to resolve the address; a single host uses the loopback.
+        # With several hosts, all of them must be able to resolve the address. A single host uses
+        # the loopback address.
         master = "127.0.0.1" if len(self.hosts) == 1 else self.hosts[0].address
         return [
             "--nnodes", str(len(self.hosts)), "--node-rank", str(index),
             "--nproc-per-node", str(self._num_ranks_by_host()[index]),
-            # Restarts are left to the launcher: torchrun cannot use spare hosts without agents
-            # there.
+            # Restarts are left to the launcher, because torchrun cannot use spare hosts on which no
+            # agent is running.
             "--master-addr", master, "--master-port", str(port), "--max-restarts", "0", *options,
             "-m", "megatron_ext", *self.command,
         ]  # fmt: skip
@@ -450,7 +453,7 @@ class JobPlan:
         return [*keeper, report, grace_s, str(self.num_in_reserve), counts]
 
     def request(self, index: int, op: str = "run") -> Json:
-        """Return the first message to a host's agent, with its part of this plan."""
+        """Return the first message to a host's agent, with the host's part of this plan."""
         host, peer = self.hosts[index], None
         if len(self.hosts) > 1 and not self.per_node:
             # The agent determines its own address from the route to any other host.

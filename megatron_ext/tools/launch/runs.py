@@ -121,7 +121,8 @@ def record() -> Json:
 def _start(pid: int) -> str:
     """Return when a process started: the boot id, and the clock ticks since boot."""
     # Don't use psutil's create_time(), which changes when somebody sets the host's clock. A record
-    # may be from before a reboot or, on a shared disk, from another machine, so include the boot.
+    # may be from before a reboot or, on a shared disk, from another machine, so include the boot
+    # id.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     # The second field, the name in parentheses, may contain spaces. `starttime` is field 22.
@@ -155,8 +156,8 @@ def marked(run_id: str, node: int) -> set[Process]:
     for process in psutil.process_iter():
         # The process may have exited already, or belong to another user.
         with suppress(psutil.Error):
-            # Several hosts may share one process table, as containers or in tests, so compare the
-            # host too.
+            # Several hosts may share one process table, for example as containers or in tests, so
+            # also compare the host.
             environment = process.environ()
             if (environment.get(RUN_ID), environment.get(NODE)) == (run_id, str(node)):
                 processes.add(process)

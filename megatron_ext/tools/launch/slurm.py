@@ -42,7 +42,7 @@ def hosts() -> tuple[Host, ...]:
     listed = os.environ.get("SLURM_JOB_NODELIST", "")
     names = run("scontrol", "show", "hostnames", listed).split()
     shown = run("scontrol", "--oneliner", "show", "node", ",".join(names))
-    # With --oneliner, each node has one line, so the pattern cannot match across nodes.
+    # With --oneliner, each node is described on one line, so the pattern cannot match across nodes.
     addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", shown))
     tasks = _tasks(os.environ.get("SLURM_TASKS_PER_NODE", ""), len(names))
     allocated = []
@@ -93,7 +93,8 @@ def submission(options: str, arguments: Sequence[str], workdir: str) -> list[str
     """
     words = split_words(options, "--slurm")
     start = shlex.join([sys.executable, "-m", "megatron_ext", *arguments])
-    # Disable requeueing, because the launcher restarts the job itself and knows the bad hosts.
+    # Disable requeueing, because the launcher restarts the job itself and can tell which hosts are
+    # bad.
     defaults = ["--job-name=megatron-ext", f"--chdir={workdir}", "--no-requeue"]
     # The user's options come last, so that they take precedence.
     return ["sbatch", *defaults, *words, f"--wrap=exec {start}"]

@@ -71,7 +71,7 @@ def supervise(
     code, stopped_name = 0, None
     if stopped_by is not None:
         code, stopped_name = 128 + stopped_by, signal.Signals(stopped_by).name
-    # If the user stopped the job before anything failed, later failures are a consequence.
+    # If the user stopped the job before anything failed, later failures are a consequence of that.
     if not watch.failures or display.is_stopping:
         return Outcome(code, stopped_by=stopped_name)
     failures = watch.failures
@@ -265,7 +265,7 @@ class Watch:
         return is_kept and not self._is_stopping
 
     def _outlive(self, index: int, failure: Failure) -> None:
-        """Note that all ranks on a host are lost, and that the job may continue without them."""
+        """Record that all ranks on a host are lost, but that the job may continue without them."""
         last_rank = self._plan.first_rank(index + 1) - 1
         say(f"{failure}: ranks {self._plan.first_rank(index)} to {last_rank} are lost")
         self._survived[index] = failure

@@ -90,7 +90,7 @@ class Forecast:
     """The traced schedule, with the same name as in the predictions."""
     notes: list[str]
     shared_cpus: str | None = None
-    """A phrase that describes how ranks shared CPUs in the traced run. None: no ranks did."""
+    """A phrase that describes how ranks shared CPUs in the traced run. None: they did not."""
 
     @property
     def of_traced_schedule(self) -> Prediction | None:
@@ -258,7 +258,7 @@ class _TracedRun:
         if self.costs.jitter <= _QUIET:
             self.costs = replace(self.costs, jitter=0.0)
         self.step_s, pipeline_s, optimizer_s = _median_times(run)
-        # The two medians may be from different steps.
+        # The two medians may be from different steps, so their difference may be negative.
         self.outside_s = max(0.0, self.step_s - pipeline_s)
         """The part of a step outside its pipeline."""
         # Measured on the emulated device: 0.12 s per step with two copies (bitpipe), 0.06 s with
@@ -390,7 +390,7 @@ class _TracedRun:
             )
 
     def _simulated(self, pipeline: Pipeline, draws: Sequence[Costs]) -> Prediction:
-        """Return the prediction for a pipeline, as means over one simulated step per draw."""
+        """Return the prediction for a pipeline, with means over one simulated step per draw."""
         dynamic = pipeline.dynamic
         static = pipeline.full if dynamic is None else pipeline.static().full
         label = static.label

@@ -100,7 +100,7 @@ def expert_groups(run: Run) -> list[ExpertGroup]:
 
 
 def sentences(run: Run) -> Iterator[str]:
-    """Yield a sentence for each group that waits long, including what would help."""
+    """Yield a sentence for each group with long waits, which also says what would help."""
     groups = expert_groups(run)
     worth_it = [group for group in groups if group.is_worth_it]
     if groups and not worth_it:

@@ -72,7 +72,7 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
         statistics.median(sample_ns) for sample_ns in exchanges_ns.values()
     )
     return Costs(
-        # The sums are over all stages, and `Costs` describes 1/pp of the model.
+        # The sums cover all stages, but `Costs` describes 1/pp of the model.
         forward_s / schedule.pp,
         input_s / schedule.pp,
         weight_s / schedule.pp,

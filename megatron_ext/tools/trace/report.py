@@ -365,7 +365,7 @@ def _bars(
         begin_us = (span.begin_ns + shift_ns) / 1e3
         length_us = (span.end_ns - span.begin_ns) / 1e3
         if bars and max(length_us, bars[-1][2]) < finest_ns / 1e3:
-            # The merged spans may have different titles, so the bar gets none.
+            # The merged spans may have different titles, so the bar has no title.
             bars[-1][2:] = begin_us + length_us - bars[-1][1], ""
             continue
         words = cut.words(span.attributes)

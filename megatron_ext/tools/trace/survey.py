@@ -57,9 +57,9 @@ class Step(NamedTuple):
     optimizer_ns: float = 0
     memory_bytes: int = 0
     peak_live: float = 0
-    """The largest number of one-stage activations that the rank kept at once. Activations between
-    I and W may count more than 1. With slices by length, the longest micro-batch in the step counts
-    1."""
+    """The largest number of one-stage activations that the rank kept at once. Activations between I
+    and W may count as more than 1. With slices by length, the longest micro-batch in the step
+    counts as 1."""
     actions: int = 0
     """Number of actions."""
     out_of_order: int = 0
@@ -486,8 +486,8 @@ class _IterationCounter:
 def figures(surveys: Iterable[RankSurvey]) -> Step:
     """Summarise the complete steps of some ranks.
 
-    Durations are medians. The parts of a step are means, sorted by longest wait. Memory and
-    activations are those in the worst step. Numbers of actions are sums.
+    Durations are medians. The parts of a step are means, and the longest wait comes first. Memory
+    and activations are those in the worst step. Numbers of actions are sums.
     """
     steps: list[Step] = []
     for rank in surveys:
