@@ -7,8 +7,8 @@ written when the step is complete:
     {"step":7,"records":[["forward",0,"decoder.layers.3.mlp","",2,1,"2F0",4096,"9f...",1.5,[...]],
      ...],"crc":2774823}
 
-`crc` is the CRC-32 of the records' text on the line. A rank that is killed leaves an incomplete
-last line, which the reader skips. The reader needs only the standard library.
+`crc` is the CRC-32 of the records' text on the line. If a rank is killed, the last line of its file
+is incomplete, and the reader skips it. The reader needs only the standard library.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ NO_MICROBATCH = -1
 
 @dataclass(frozen=True)
 class Header:
-    """The rank that wrote a file, and settings that decide which tensors in two runs correspond."""
+    """The rank that wrote a file, and settings that determine which tensors of two runs match."""
 
     rank: int
     host: str = ""
     num_ranks: int = 0
     """Number of ranks in the run, each of which writes a file; 0: unknown."""
     tensor: int = 0
-    """Rank in its tensor-parallel group."""
+    """The rank within its tensor-parallel group."""
     tensor_size: int = 1
     data: int = 0
     """Number of the data-parallel replica."""
     data_size: int = 1
     context: int = 0
-    """Rank in its context-parallel group."""
+    """The rank within its context-parallel group."""
     context_size: int = 1
     expert_size: int = 1
     loss_is_per_token: bool = False
@@ -75,15 +75,15 @@ class Header:
     schedule: str = "Megatron's own"
     slices: int = 1
     slice_tokens: int | str = 0
-    """Number of tokens in a slice if micro-batches are sliced by length, or how it is chosen;
-    otherwise 0."""
+    """Number of tokens in a slice if micro-batches are sliced by length, or how this number is
+    chosen; otherwise 0."""
     routing: str = ""
     """How activations are routed between twins, for schedules with twins."""
     balance: str = "off"
     precision: str = "float32"
     """The dtype of the parameters, or fp8 or fp4 if matrix products use that format."""
     rounded: bool = False
-    """Whether outputs were rounded differently, to learn tolerances."""
+    """Whether outputs were rounded differently in order to learn tolerances."""
     format: int = FORMAT
 
 
@@ -92,8 +92,8 @@ class Record(NamedTuple):
 
     kind: Kind
     microbatch: int
-    """Number in the global batch, counted as in Megatron's samplers: with n replicas, replica r
-    reads r, r + n and so on."""
+    """Number within the global batch, counted as in Megatron's samplers: with n replicas, replica r
+    reads the micro-batches r, r + n and so on."""
     module: str
     """Module or parameter, with its global layer number."""
     part: str
@@ -168,7 +168,7 @@ class Writer:
         self.path = folder / FILE_NAME.format(header.rank)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Create the file exclusively, so that two runs cannot mix their digests.
+            # Fail if the file already exists, so that two runs cannot mix their digests.
             self._file: IO[str] = self.path.open("x", encoding="utf-8", newline="")
         except FileExistsError:
             raise DataError(
@@ -203,7 +203,8 @@ def read_folder(folder: Path, *, settings: str = "") -> list[RankFile]:
 
     Args:
         folder: The run's folder.
-        settings: Further environment variables that the error must recommend for such a run.
+        settings: Additional environment variables that the error message must recommend for such a
+            run.
 
     Raises:
         DataError: There are no files, or one of them is damaged.
@@ -227,7 +228,8 @@ def read(path: Path) -> RankFile:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise _damaged(path, 1, str(error)) from error
-    # Every complete line has a line end, so text after the last one is an incomplete line.
+    # Every complete line ends with a line break, so any text after the last line break is an
+    # incomplete line.
     *complete_lines, remainder = lines
     numbered_values = _parsed(path, complete_lines)
     try:
@@ -240,7 +242,7 @@ def read(path: Path) -> RankFile:
         content = RankFile(path, Header(**header_fields), is_cut=bool(remainder))
         for number, step in numbered_values:
             # Encoding the parsed records again yields the text whose checksum was written. Python
-            # writes each float with digits that identify it.
+            # writes each float with enough digits to identify it.
             text = json.dumps(step["records"], separators=(",", ":"))
             if zlib.crc32(text.encode()) != step["crc"]:
                 raise _damaged(path, number, "its checksum is wrong")
@@ -249,7 +251,7 @@ def read(path: Path) -> RankFile:
             ]
     except StopIteration:
         raise _damaged(path, 1, "it has no header") from None
-    # The lines are JSON, but not of this format.
+    # The lines are JSON, but not in this format.
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, 1, f"unexpected content: {error}") from error
     return content

@@ -4,12 +4,12 @@ Set `MEGATRON_EXT_DIGESTS=FOLDER` in the environment of any run to enable this: 
 writes `FOLDER/digests-rank-00000.jsonl` (`digest_files.py`), and
 `megatron_ext.tools.compare.locate` reads two such folders. A tensor's name does not depend on how
 the model is cut, on the schedule, on the wire or on the number of replicas: micro-batches are
-numbered within the global batch, layers within the whole model.
+numbered within the global batch, and layers are numbered within the whole model.
 
 The recorder observes modules through forward hooks and gradients through hooks on activations, so
 it also works with Megatron's own schedules. It does not hook weights: the runtime does not defer
-the gradient of a weight with a hook (`runtime/split.py`), so hooks would change the recorded run.
-Instead, the recorder reads weight gradients after each action.
+the gradient of a weight that has a hook (`runtime/split.py`), so hooks would change the recorded
+run. Instead, the recorder reads weight gradients after each action.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class _Weight(NamedTuple):
     """Includes its global layer number."""
     parameter: torch.nn.Parameter
     shard: slice | None
-    """The elements that this rank updates, with the distributed optimizer; None for all."""
+    """With the distributed optimizer, the elements that this rank updates; None: all elements."""
 
 
 @dataclass(eq=False)
@@ -177,7 +177,7 @@ class _Chunk:
 
     @property
     def is_megatrons(self) -> bool:
-        """Whether the model is Megatron's; only its layers know their global number."""
+        """Whether the model is Megatron's. Only Megatron's layers have a global number."""
         return hasattr(unwrap_model(self.model), "pre_process")
 
     @property
@@ -223,13 +223,14 @@ class DigestRecorder(Observer):
         self._deferred: frozenset[int] = frozenset()
         """Ids of the weights whose gradients the running W computes."""
         self._is_training = False
-        """Whether a schedule is running, but not an evaluation."""
+        """Whether a schedule is running for training, not for an evaluation."""
         self._awaits_weights = False
-        """Whether the schedule has finished but the step's new weights are not recorded yet."""
+        """Whether the schedule has finished but the step's new weights have not been recorded
+        yet."""
         self._num_optimizers = 0
         """Nesting depth of the optimizers in progress."""
         self._replica, self._num_replicas = _data_place()
-        # In a disaggregated job, forward ranks hold copies of weights and no gradients.
+        # In a disaggregated job, forward ranks hold copies of the weights, but no gradients.
         job = configuration.job
         self._has_weights = job is None or job.role != "forward"
         self._activation_parts = [
@@ -241,12 +242,12 @@ class DigestRecorder(Observer):
     # Steps.
 
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
-        """Hook the modules in a rank's chunks, once."""
-        # Every step calls this, usually with the models of the previous step.
+        """Add hooks to the modules in a rank's chunks, once."""
+        # Every step calls this, usually with the same models as in the previous step.
         if [chunk.model for chunk in self._chunks] == list(models):
             return
         self._remove_hooks()
-        # Shared by all chunks, so that a weight used by several chunks is recorded once.
+        # Shared by all chunks, so that a weight used by several chunks is recorded only once.
         weight_ids: set[int] = set()
         for index, model in enumerate(models):
             # Determine the stage here: a program may destroy its process groups before the last
@@ -418,7 +419,7 @@ class DigestRecorder(Observer):
         # The reduction may be adding other replicas' gradients at this moment.
         if is_last and chunk.reduces_during_backward:
             return
-        # An I has not computed the gradients that wait for W, and a W has computed only those
+        # An I has not yet computed the gradients that wait for W, and a W has computed only those
         # gradients.
         waiting: frozenset[int] = frozenset()
         if action.kind == "I" and self._compute is not None:
@@ -460,7 +461,7 @@ class DigestRecorder(Observer):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Watch the gradient of a module's input."""
+        """Observe the gradient of a module's input."""
         action = self._watched_action()
         if action is None:
             return
@@ -526,8 +527,8 @@ class DigestRecorder(Observer):
         # told apart here.
         if is_pair and torch.is_grad_enabled() and self._chunks[0].recomputes_layers:
             return None
-        # A pair runs a forward and a backward action. Inside autograd's engine, the backward action
-        # is running.
+        # A pair runs a forward and a backward action. Inside autograd's engine, the running action
+        # is the backward action.
         is_recomputed = torch._C._current_graph_task_id() != -1
         return self._running[-1] if is_recomputed else self._running[0]
 
@@ -680,7 +681,8 @@ def _part_of(letter: str, place: tuple[int, int]) -> str:
 def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
     """Return the first floating-point tensor, or None."""
     for value in values:
-        # Skip integers such as token ids, the embedding's input: they have no gradient.
+        # Skip integers, such as the token ids that the embedding receives, because they have no
+        # gradient.
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value
     return None
@@ -723,7 +725,8 @@ def _watched_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
     for path, layer in layers.items():
         name = _global_path(path, layer)
         for part, module in layer.named_children():
-            # Skip norms: their input is the layer's input or a sum of outputs, which are recorded.
+            # Skip norms, because their input is the layer's input or a sum of outputs, all of which
+            # are recorded anyway.
             if "norm" not in part and any(True for _ in module.parameters()):
                 yield f"{name}.{part}", module
         yield name, layer
@@ -786,6 +789,6 @@ def _shards_of(model: torch.nn.Module) -> dict[int, slice]:
                 shard_begin = max(begin, first) - first
                 shard_end = min(begin + length, end) - first
                 # A parameter outside of this rank's part has no elements here. Without `max`, its
-                # end could be negative, which counts from the back.
+                # end could be negative, and a negative index counts from the back.
                 shards[id(parameter)] = slice(shard_begin, max(shard_begin, shard_end))
     return shards

@@ -221,7 +221,7 @@ class _Sums:
 
 def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements as a matrix whose rows are whole 32-bit words, padded with zeros."""
-    # A vector keeps its stride, such as 0 after an expansion, through `reshape`.
+    # `reshape` preserves a vector's stride, such as 0 after an expansion.
     flat = tensor.reshape(-1).contiguous()
     count = flat.numel()
     # Choose the longest row that needs no padding, because padding copies the tensor.

@@ -1,9 +1,10 @@
 """Terminates a hanging job, and names the rank that blocks it.
 
-A thread on each rank checks whether the training thread makes progress. If it makes none within the
-time-out, the rank raises an alarm in the job's store. All ranks then publish their states there.
-One rank works out from the states who waits for whom, and all ranks stop with that verdict. Calls
-to the store may block forever, so a second thread terminates the rank if the store does not answer.
+A thread on each rank checks whether the training thread makes progress. If the training thread
+makes no progress within the time-out, the rank raises an alarm in the job's store. All ranks then
+publish their states there. One rank works out from the states which rank waits for which, and all
+ranks stop with that verdict. Calls to the store may block forever, so a second thread terminates
+the rank if the store does not answer.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class RankState(NamedTuple):
     in_collective: bool = False
     """Whether the rank waits for all ranks that have not entered the same collective."""
     since_s: float = 0.0
-    """The activity's duration in a published state; its start time within the process."""
+    """In a published state, the duration of the activity; within the process, its start time."""
     where: str = ""
     """The source line that the training thread is executing."""
     entered: float = 0
@@ -93,8 +94,8 @@ def made_by(message: Message) -> str:
     kind, stage, microbatch, part = message[:4]
     if kind not in ("F", "B"):
         return str(message)
-    # A message names the stage that needs it. Activations come from the previous stage, gradients
-    # from the next stage.
+    # A message names the stage that needs it. Activations come from the previous stage, and
+    # gradients come from the next stage.
     producer = stage - 1
     if kind == "B":
         producer = stage + 1
@@ -130,7 +131,7 @@ def explain(
     start: int,
     state_of_silent: Callable[[int], str] = lambda _rank: _SILENT,
 ) -> Verdict:
-    """Follow waiting ranks, up to a rank that does not wait or has not published its state.
+    """Follow the chain of waiting ranks to one that does not wait or has not published its state.
 
     `state_of_silent` describes the process of a rank that has not published its state.
     """
@@ -373,13 +374,14 @@ class Watchdog:
         state = self._state(rank)
         _LOG.error("%s", state)
         store.set(f"state/{rank}", json.dumps(state._asdict()))
-        # Only the first rank here explains the hang, so that the log has a single explanation.
+        # Only the first rank that gets here explains the hang, so that the log has a single
+        # explanation.
         if store.add("first", 1) > 1:
             store.wait(["verdict"], timedelta(seconds=3 * _ANSWER_S))
             return Verdict(*json.loads(store.get("verdict")))
         states = {rank: state}
-        # The other ranks check for an alarm once per period, so wait for one period plus their time
-        # to answer.
+        # The other ranks check for an alarm once per period, so wait for one period plus the time
+        # that they need to answer.
         deadline = time.monotonic() + self._period_s + _ANSWER_S
         while len(states) < num_ranks and time.monotonic() < deadline:
             for other in set(range(num_ranks)) - states.keys():
@@ -431,7 +433,7 @@ class Watchdog:
         )
 
     def _raise(self, _number: int, _frame: FrameType | None) -> None:
-        """Raise the verdict. Runs in the training thread as soon as it executes Python code."""
+        """Raise the verdict. Runs in the training thread once that thread executes Python code."""
         if self._verdict is not None:
             raise HangError(self._verdict.message, self._verdict.culprit)
 

@@ -58,7 +58,8 @@ def identity_of(configuration: Active) -> Identity:
         num_ranks=place.num_ranks,
         host=socket.gethostname(),
         clock=_clock_name(),
-        # Keep these two lines together: by them, readers place this clock in the time of day.
+        # Keep these two lines together, because readers use them to convert this clock to the time
+        # of day.
         clock_ns=time.monotonic_ns(),
         wall_ns=time.time_ns(),
         settings=settings_of(configuration, args),
@@ -88,7 +89,8 @@ def _place(configuration: Active) -> _Place:
     import torch.distributed as dist
     from megatron.core import parallel_state as groups
 
-    # Files are named by three ranks, so the data rank must distinguish context-parallel ranks too.
+    # A file's name contains three ranks, so the data rank must distinguish context-parallel ranks
+    # too.
     data_size = groups.get_data_parallel_world_size(with_context_parallel=True)
     pipeline_size = groups.get_pipeline_model_parallel_world_size()
     data = groups.get_data_parallel_rank(with_context_parallel=True)
@@ -134,7 +136,7 @@ def settings_of(configuration: Active, args: Any) -> dict[str, Any]:
         settings["pipeline_schedule"] = "fbd"
         settings["transport"] = configuration.config.wire
     settings["device"] = devices.current().name
-    # Ranks that share CPUs slow each other down, so forecasts need the CPUs.
+    # Ranks that share CPUs slow each other down, so forecasts need to know each rank's CPUs.
     settings["cpus"] = ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0)))
     settings["megatron_ext"] = __version__
     settings["megatron-core"] = core_version() or "unknown"

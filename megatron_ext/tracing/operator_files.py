@@ -25,7 +25,8 @@ from megatron_ext.tracing.digest_files import OPERATORS
 
 FORMAT = 3
 FILE_NAME = "operators-rank-{:05d}.jsonl"
-# The recorder needs a DebugMode that calls a hook for each operator, as torch's does since 2.10.
+# The recorder needs a DebugMode that calls a hook for each operator, as torch's DebugMode has done
+# since 2.10.
 _FIRST_TORCH = 2, 10
 
 Direction = Literal["forward", "backward"]
@@ -37,7 +38,7 @@ class Place:
 
     iteration: int
     microbatch: int
-    """Number in the global batch."""
+    """The micro-batch's number within the global batch."""
     direction: Direction
     module: str
     """Name of a module that has digests, with its layer number in the model."""
@@ -82,7 +83,8 @@ def place_asked_for() -> Place | None:
 def why_unavailable() -> str:
     """Return why torch cannot record operators; empty if it can."""
     try:
-        # Do not import torch to ask: `compare` calls this too, and does not import it.
+        # Do not import torch for this check, because `compare` calls it too and does not import
+        # torch.
         installed = version("torch")
     except PackageNotFoundError:
         return "torch is not installed"
@@ -119,9 +121,9 @@ class OperatorHeader:
     rank: int
     host: str
     tensor: int
-    """Rank in its tensor-parallel group."""
+    """The rank within its tensor-parallel group."""
     context: int
-    """Rank in its context-parallel group."""
+    """The rank within its context-parallel group."""
     action: str
     place: str
     format: int = FORMAT
@@ -161,6 +163,7 @@ def read_folder(folder: Path) -> dict[tuple[int, int], OperatorFile]:
             raise DataError(
                 f"{path}: no operators: {error}; record the training again"
             ) from error
-        # Only one replica and one stage run the place, so these two ranks distinguish its files.
+        # Only one replica and one stage run the module at this place, so these two ranks are enough
+        # to distinguish the files.
         contents[header.tensor, header.context] = OperatorFile(header, operators)
     return contents

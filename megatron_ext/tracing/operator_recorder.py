@@ -59,7 +59,7 @@ class OperatorRecorder:
         """Slice of the micro-batch -> its operators, in the order in which they ran."""
 
     def begin_action(self, iteration: int, microbatch: int, action: Action) -> None:
-        """Watch an action's operators if the place is in this action.
+        """Record an action's operators if the place is in this action.
 
         Args:
             iteration: The training step's number.
@@ -76,13 +76,14 @@ class OperatorRecorder:
             or self._mode
         ):
             return
-        # Import it here: recording digests does not need it, and also works with older torch.
+        # Import it here, because recording digests does not need it and also works with older
+        # releases of torch.
         from torch.utils._debug_mode import DebugMode
 
         self._operators.clear()
         self._action, self._first, self._end = action, None, None
         self._mode = ExitStack()
-        # The hook below records results, so DebugMode need not describe them.
+        # The hook below records results, so DebugMode does not need to describe them.
         self._mode.enter_context(DebugMode(record_output=False))
         self._mode.enter_context(DebugMode.dispatch_hooks(record_hook=self._record))
 
@@ -128,7 +129,7 @@ class OperatorRecorder:
         write(self._folder, OperatorFile(written, of_all_slices))
 
     def stop(self) -> None:
-        """Stop watching operators, because the action has completed or failed."""
+        """Stop recording operators, because the action has completed or failed."""
         if self._mode is not None:
             self._mode.close()
             self._mode = None

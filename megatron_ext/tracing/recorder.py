@@ -37,7 +37,7 @@ _WAIT_NS = 20_000
 _PARTS = ("stage", "microbatch", "slice", "part", "header")
 """Attributes that, together with the kind, distinguish messages between two ranks."""
 _EXCHANGES = 1000
-"""Added to a rank's row number for its second row: the stream for exchanges between experts."""
+"""Added to a rank's row number to get its second row: the stream for exchanges between experts."""
 
 # Called once for each iteration, because encoding each span separately would slow down training.
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
@@ -188,8 +188,8 @@ class Recorder:
         """
         if not self.active:
             return
-        # Clear this first: if the device has failed, the lines below raise, and must not run again
-        # at exit.
+        # Clear this first: if the device has failed, the lines below raise an error, and must not
+        # run again at exit.
         self.active = False
         end = self._clock.stamp()  # exclude our own work below
         # Take the spans out first, so that they are dropped if the device has failed.
@@ -214,7 +214,7 @@ class Recorder:
         if isinstance(self._clock, DeviceClock):
             end_ns = time.monotonic_ns()
         figures = {"iteration": self._number, "wires": self.wires, **self.notes}
-        # Put the iteration last: readers recognise a complete line by it.
+        # Put the iteration last, because readers use it to recognise a complete line.
         events.append(self._event("iteration", self._begin_ns, end_ns, figures))
         # Continue the list that the first line opened: write a comma, then the events without
         # brackets.

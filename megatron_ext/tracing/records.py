@@ -99,7 +99,7 @@ class Header:
 
 
 def directory_name(sizes: tuple[int, int, int], *, dynamic: bool) -> str:
-    """Return a run's folder, by the sizes of its data, pipeline and tensor groups."""
+    """Return a run's folder, named after the sizes of its data, pipeline and tensor groups."""
     data, pipeline, tensor = sizes
     # MegatronApp uses these two words for runs with and without --use-dpp.
     kind = "dpp-True" if dynamic else "pp"

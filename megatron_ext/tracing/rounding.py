@@ -15,7 +15,7 @@ import torch
 
 
 def rounded_differently(tensor: torch.Tensor, *seeds: object) -> torch.Tensor:
-    """Return a tensor whose elements differ by at most about two roundings of its dtype.
+    """Return a copy whose elements differ by at most about two roundings in the tensor's dtype.
 
     The result depends only on the tensor and the seeds, so a recomputed forward pass and
     tensor-parallel ranks with copies of the tensor get the same result.
@@ -27,7 +27,7 @@ def rounded_differently(tensor: torch.Tensor, *seeds: object) -> torch.Tensor:
     generator = torch.Generator(device=tensor.device)
     # Do not use `hash`: it differs between processes, but all ranks must draw the same numbers.
     generator.manual_seed(zlib.crc32(repr(seeds).encode()))
-    # Compute in float32 at least: in bfloat16, `1 + noise * eps` would be rounded to 1 or 1 + eps.
+    # Compute in float32 or wider: in bfloat16, `1 + noise * eps` would be rounded to 1 or 1 + eps.
     wide = torch.promote_types(tensor.dtype, torch.float32)
     noise = torch.rand(
         tensor.shape, generator=generator, dtype=wide, device=tensor.device

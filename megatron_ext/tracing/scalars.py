@@ -46,7 +46,7 @@ def are_asked_for(settings: Mapping[str, Any]) -> bool:
 def report(iteration: int, writer: Any, wandb: Any) -> None:
     """Write the scalars for a log line, with the writers that this rank has.
 
-    The rank that logs to a terminal also prints a line. Collective over all ranks.
+    The rank that logs to a terminal also prints a line. This is collective over all ranks.
     """
     import torch.distributed as dist
 
@@ -77,7 +77,7 @@ def line_of(scalars: Mapping[str, float]) -> str:
 
 
 def since_last() -> dict[str, float] | None:
-    """Return the scalars over all ranks since the last call, by tag; None if no step ran."""
+    """Return the scalars across all ranks since the last call, by tag; None if no step ran."""
     import torch
     import torch.distributed as dist
 

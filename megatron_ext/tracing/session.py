@@ -35,7 +35,7 @@ _OFFLOADING = "cpu_offloading", "fine_grained_activation_offloading"
 _CAUSES = {"D": "leader", "C": "credit"}
 """Message kind -> cause of a wait for it; for all other kinds, the cause is `input`."""
 _STUCK_S = 5.0
-"""After an error, time for the device to finish the step's traced work."""
+"""Time that the device has, after an error, to finish the step's traced work."""
 _COLLECTIVES = {
     "reduce": "the reduction of gradients",
     "optimizer": "the optimizer step",
@@ -139,7 +139,7 @@ class Session(Observer):
         self.recorder.notes["microbatches"] = num_microbatches
 
     def end_schedule(self) -> None:
-        """Stop watching. Megatron's optimizers resume it; other optimizers report nothing."""
+        """Stop watching. Megatron's optimizers resume watching; others report nothing."""
         self._report(OUTSIDE)
 
     def end_iteration(self) -> None:
@@ -167,8 +167,8 @@ class Session(Observer):
                 timeout_s = _STUCK_S if failed else None
                 self.recorder.end_iteration(timeout_s)
         finally:
-            # The rank is not watched between steps, but publishes this if another rank raises an
-            # alarm.
+            # The rank is not watched between steps, but publishes this state if another rank raises
+            # an alarm.
             self._report(OUTSIDE)
 
     def begin_collective(self, name: str) -> None:
@@ -344,7 +344,7 @@ class Session(Observer):
         waits_for: Sequence[tuple[int, str]] = (),
         in_collective: bool = False,
     ) -> None:
-        # Only training steps are watched, because evaluations and saves may take long.
+        # Only training steps are watched, because evaluations and saves may take a long time.
         if self.state.activity != OUTSIDE:
             self._report(activity, waits_for, in_collective)
 

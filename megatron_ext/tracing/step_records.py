@@ -1,8 +1,8 @@
-"""Records each step's losses and gradient norm in full precision, with time and memory.
+"""Records each step's losses and gradient norm in full precision, along with its time and memory.
 
 Megatron's log rounds these numbers to a few digits. Each rank writes JSON lines to `rank-R.jsonl`
 in a folder: first its identity, then one line per step. `megatron-ext compare` enables this for its
-launches with two environment variables, also with Megatron's own schedules.
+launches with two environment variables, even if they use Megatron's own schedules.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _header() -> dict[str, Any]:
 
 
 def requested() -> StepRecord | None:
-    """Return the active configuration's record; None if the environment requests none."""
+    """Return the active configuration's record; None if the environment does not request one."""
     folder = os.environ.get(FOLDER)
     in_force = active.active()
     if not folder or in_force is None:

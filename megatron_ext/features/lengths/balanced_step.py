@@ -73,7 +73,7 @@ def fetched(
 
     Returns:
         Number of a micro-batch in the data -> its item. With `replicas`, micro-batches are numbered
-        over all of them.
+        across all of them.
 
     Raises:
         ScheduleError: The data is not an iterator, or ends too early.
@@ -106,10 +106,11 @@ class BalancedStep:
     costs: Costs
     length_cost: LengthCost
     replicas: ReplicaExchange | None = None
-    """Replicas that redistribute micro-batches. If None, this replica runs what it reads."""
+    """Replicas that redistribute micro-batches. If None, this replica runs the micro-batches that
+    it reads."""
     order: tuple[int, ...] | None = field(default=None, init=False)
-    """[micro-batch in the table] -> its number in the data, over all `replicas`. None before the
-    data is read."""
+    """[micro-batch in the table] -> its number in the data, counted across all `replicas`. None
+    before the data is read."""
     _received: dict[int, Any] | None = field(default=None, init=False)
     """With `replicas`: number in the data -> item, for the micro-batches that this replica runs."""
 
@@ -128,7 +129,8 @@ class BalancedStep:
         return self._ordered(items)
 
     def _ordered(self, items: Iterator[Any]) -> Iterator[Any]:
-        # All chunks on a rank read the same data. The first chunk that reads decides the order.
+        # All chunks on a rank read the same data. The first chunk that reads it determines the
+        # order.
         if self.order is None:
             held = self._decided(items)
         else:
@@ -153,7 +155,7 @@ class BalancedStep:
             held = self._fetched(items)
             costs = [item_cost(item, self.length_cost) for item in held.values()]
         except Exception:
-            # The other replicas wait for the costs, so send NaN instead.
+            # The other replicas are waiting for the costs, so send them NaN instead.
             if replicas is not None:
                 replicas.costs([nan] * num_microbatches)
             raise
@@ -180,15 +182,16 @@ class BalancedStep:
         tensor_parallel: dist.ProcessGroup,
         chunks: Sequence[torch.nn.Module],
     ) -> dict[int, Any]:
-        """Return reports by micro-batch in the data instead of micro-batch in the table.
+        """Return reports indexed by micro-batch in the data, not by micro-batch in the table.
 
         This is collective over the tensor-parallel group of stages with reports, because only the
         first rank of the group reads data. It communicates on the device of the model's `chunks`.
         """
-        # The ranks of a tensor-parallel group have the same stages, so all return here, or none.
+        # The ranks of a tensor-parallel group have the same stages, so either all of them return
+        # here or none does.
         if not reports:
             return {}
-        # A rank without data has no order. The broadcast below replaces this one.
+        # A rank without data has no order. The broadcast below replaces this placeholder.
         order = list(self.order or range(self.schedule.num_microbatches))
         if tensor_parallel.size() > 1:
             shared = torch.tensor(order, device=device_of(chunks))

@@ -37,15 +37,15 @@ def fills_of(placement: Placement) -> float:
 def deal_out(
     costs: Sequence[float], num_replicas: int, fills: float = 0.0
 ) -> list[list[int]]:
-    """Distribute a step's micro-batches over replicas, the same number to each.
+    """Distribute a step's micro-batches over replicas, giving each the same number.
 
     The cost of a replica is the sum over its micro-batches, plus `fills` times its costliest
-    micro-batch. This is the makespan, in any order, of a flow shop whose jobs take equally long on
-    all machines (Pinedo, Scheduling, 2016, section 6.1). The costliest replica never costs more
-    than it would in data order.
+    micro-batch. This is the makespan, whatever the order, of a flow shop in which each job takes
+    equally long on all machines (Pinedo, Scheduling, 2016, section 6.1). The costliest replica
+    never costs more than it would in data order.
 
     Micro-batches are dealt out in descending order of cost (Graham 1969), each to the cheapest
-    share that has room. Then each replica takes a share that it has already read in large part.
+    share that has room. Then each replica takes a share of which it has already read a large part.
 
     Args:
         costs: Cost of each micro-batch, in data order. Replica r reads the micro-batches whose
@@ -72,7 +72,8 @@ def deal_out(
         for share in shares:
             share_costs = [costs[number] for number in share]
             if share_costs:
-                # Use exact sums, or rounding could choose between distributions of equal cost.
+                # Use exact sums, because rounding errors could otherwise decide between
+                # distributions of equal cost.
                 replica_costs.append(fsum(share_costs) + fills * max(share_costs))
         return max(replica_costs, default=0.0)
 
@@ -80,7 +81,7 @@ def deal_out(
         list(range(first, len(costs), num_replicas)) for first in range(num_replicas)
     ]
     dealt = _dealt(costs, num_replicas, share_size)
-    # If both cost the same, `min` returns the data order, with which nothing is sent.
+    # If both cost the same, `min` returns the data order, for which nothing has to be sent.
     shares = min(in_file_order, dealt, key=costliest)
     return _assigned(shares)
 
@@ -92,7 +93,7 @@ def _dealt(
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
     # Heap of (cost, share), without full shares.
     cheapest = [(0.0, share) for share in range(num_replicas)]
-    # Equal costs go by number, so that all replicas deal out alike.
+    # Sort equal costs by number, so that all replicas deal out the micro-batches in the same way.
     for number in sorted(
         range(len(costs)), key=lambda number: (-costs[number], number)
     ):
@@ -115,9 +116,9 @@ def _assigned(shares: list[list[int]]) -> list[list[int]]:
     for index, share in enumerate(shares):
         for number in share:
             has_read[number % num_replicas, index] += 1
-    # Match the largest overlaps first. This is greedy, and not always the best assignment.
+    # Match the largest overlaps first. This greedy rule does not always find the best assignment.
     share_of: dict[int, int] = {}
-    # Use a dict as an ordered set, because all replicas must assign the same shares.
+    # Use a dict as an ordered set, because all replicas must assign the shares in the same way.
     free_shares = dict.fromkeys(range(num_replicas))
     for replica, index in sorted(has_read, key=lambda pair: (-has_read[pair], pair)):
         if replica not in share_of and index in free_shares:
@@ -222,7 +223,8 @@ def best_order(
         tuple(rising[:1] + rising[:0:-1]),
         tuple(rising[:_FEW] + rising[: _FEW - 1 : -1]),
     )
-    # Don't use a set: the first of equally fast orders must be the same one on every rank.
+    # Don't use a set, because the first of several equally fast orders must be the same on every
+    # rank.
     return min(
         dict.fromkeys(candidates),
         key=lambda order: makespan_of(schedule, shares, order, costs),

@@ -1,4 +1,4 @@
-"""Simulates how much a data set gains from balancing by cost, given its sample lengths."""
+"""Simulates how much balancing by cost gains for a data set, given its sample lengths."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def predict_lengths(
 
     Returns:
         The predictions, sorted by the step time under `pack`, and the reasons why other schedules
-        are left out.
+        were left out.
 
     Raises:
         ScheduleError: The lengths do not fill one global batch, a sample is longer than a
@@ -261,8 +261,8 @@ class _Slicing:
             # In training, `LengthSlicer` sorts the micro-batches of a replica in this way too.
             order = rising([batch.microbatches[number] for number in share])
             replicas.append([packs[place] for place in order])
-        # All replicas run one table, so at each place they have as many slices as the replica that
-        # needs the most.
+        # All replicas run the same table, so in each place they all have as many slices as the
+        # replica that needs the most.
         counts = []
         for packs_at_place in zip(*replicas, strict=True):
             most_tokens = max(map(sum, packs_at_place))
@@ -288,7 +288,7 @@ class _Slicing:
             sizes.append(
                 tuple((end - begin) / longest for begin, end in pairwise(bounds))
             )
-            # The slices of a micro-batch cost about the same.
+            # The slices of a micro-batch all cost about the same.
             scale.append((self.length_cost.of_pack(samples) / unit / count,) * count)
         # The caller's latency and launch time are relative to the mean micro-batch, so convert them
         # to the table's unit. Without linear cost, the attention share is 1, which `Costs` rejects.

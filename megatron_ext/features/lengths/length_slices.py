@@ -2,7 +2,7 @@
 
 A micro-batch of at most T tokens is one slice. A longer micro-batch has as many slices as it needs,
 all of equal cost. Slices of equal length would not have equal costs, because each slice's attention
-also reads all earlier tokens in a sample. This module uses only the standard library.
+also reads all earlier tokens in its sample. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.length_cost import LengthCost
 
 
-# Per rank, for all micro-batches together.
+# The maximum for each rank, counting the slices of all micro-batches together.
 _MAX_SLICES_IN_STEP = 32
 
 
@@ -51,7 +51,7 @@ def automatic_slice_tokens(longest: int, tokens_in_step: int, pp: int) -> int:
     """Return the number of tokens per slice for `auto`.
 
     The longest micro-batch then has two slices for each rank. While the pipeline fills, ranks wait
-    for (pp - 1) slices. They also keep at most this many slices in addition to the longest
+    for (pp - 1) slices. They also keep at most that many slices in addition to the longest
     micro-batch, that is, half of its size. In a step with many long micro-batches, the longest one
     has fewer slices, so that the step has about 32 slices for each rank: the wait is then at most
     1/32 of the step, and smaller slices would cost more than they gain.
@@ -77,7 +77,7 @@ def equal_cost_bounds(
         samples: Number of tokens in each sample, in order. A sample attends only to its own tokens.
         num_slices: Number of slices.
         length_cost: Cost of a sample as a function of its length.
-        multiple: The number of tokens in each slice is a multiple of this.
+        multiple: The number of tokens in each slice is a multiple of this number.
 
     Raises:
         ScheduleError: The number of tokens in the micro-batch is not a multiple of `multiple`.
@@ -106,7 +106,7 @@ def equal_cost_bounds(
 
 
 def _tokens_of_cost(cost: float, length_cost: LengthCost) -> float:
-    """Return the number of tokens at the start of a sample that have a given cost."""
+    """Return the number of tokens at the start of a sample that together have a given cost."""
     # Solve linear * tokens + quadratic * tokens^2 = cost.
     linear, quadratic = length_cost.linear, length_cost.quadratic
     root = sqrt(linear * linear + 4 * quadratic * max(cost, 0.0))
@@ -117,7 +117,7 @@ def _tokens_of_cost(cost: float, length_cost: LengthCost) -> float:
 def rising(costs: Sequence[float]) -> tuple[int, ...]:
     """Return the micro-batch numbers in ascending order of cost.
 
-    In this order, the first slice, for which all ranks wait, is the smallest. When the longest
-    micro-batch arrives, all other micro-batches have filled the pipeline.
+    In this order, the first slice, for which all ranks wait, is the smallest. By the time the
+    longest micro-batch arrives, all other micro-batches have filled the pipeline.
     """
     return tuple(sorted(range(len(costs)), key=lambda number: (costs[number], number)))

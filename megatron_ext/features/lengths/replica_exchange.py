@@ -21,7 +21,8 @@ from megatron_ext.features.lengths.length_balance import deal_out
 class ReplicaExchange:
     """The data-parallel replicas of this rank's stages, which redistribute their micro-batches.
 
-    Micro-batches are numbered as in Megatron's samplers: replica r of n reads r, r + n, ...
+    Micro-batches are numbered as in Megatron's samplers: replica r of n reads the micro-batches r,
+    r + n, ...
     """
 
     group: dist.ProcessGroup
@@ -33,7 +34,7 @@ class ReplicaExchange:
         """Return the costs of all replicas' micro-batches by number. Collective over `group`.
 
         This replica contributes `own_costs`. NaN means that this replica could not read its
-        micro-batches. Its caller then raises the reason after this call.
+        micro-batches. In that case, the caller on this replica raises the reason after this call.
 
         Raises:
             ScheduleError: Another replica could not read its micro-batches.
@@ -70,8 +71,8 @@ class ReplicaExchange:
             TransportError: Another replica does not answer.
         """
         # Each replica reads its usual micro-batches, so data loaders, checkpoints and the global
-        # batch do not change. All replicas compute the same shares, and send the micro-batches that
-        # other replicas run.
+        # batch do not change. All replicas compute the same shares, and send away the micro-batches
+        # that other replicas run.
         shares = deal_out(costs, self.group.size(), fills)
         # All replicas have the same shares, so either all of them return here or none does.
         if self._leaves_all_in_place(shares):
@@ -129,7 +130,7 @@ class ReplicaExchange:
 
 def _placed(device: torch.device, storage: Any, location: str) -> Any:
     """Return a storage on the host or on this rank's device, like the sender's storage."""
-    # A location such as cuda:1 is the sender's device, so use this rank's instead.
+    # A location such as cuda:1 is the sender's device, so use this rank's device instead.
     return storage if location == "cpu" else storage.to(device=device)
 
 

@@ -3,8 +3,8 @@
 The step's table depends on the lengths, so all ranks agree on them before the first action. Only
 ranks with the first or the last stage read data. They share the lengths with the other ranks.
 
-All replicas run one table, because experts and losses may communicate between replicas inside an
-action. So each micro-batch in the table has as many slices as the replica with the longest
+All replicas run the same table, because experts and losses may communicate between replicas inside
+an action. So each micro-batch in the table has as many slices as the replica with the longest
 micro-batch at this place needs. The other replicas cut their micro-batches into the same number of
 slices, of which the last may be empty.
 """
@@ -45,7 +45,7 @@ _LOG = logging.getLogger(__name__)
 
 _FLAG = "--pipeline-slice-tokens"
 # Sent instead of a number of slices by a rank that could not read its data. It is larger than any
-# number of slices, so it wins the maximum over all ranks.
+# number of slices, so the maximum over all ranks is this number.
 _UNREADABLE = 1 << 30
 
 
@@ -56,8 +56,8 @@ class SlicedStep:
     iterators: Sequence[Iterator[Any] | None]
     """[chunk] -> the micro-batches in table order; None if the chunk reads no data."""
     order: tuple[int, ...]
-    """[micro-batch in the table] -> its number in the data, over all replicas that redistribute
-    their micro-batches."""
+    """[micro-batch in the table] -> its number in the data, counted across all replicas that
+    redistribute their micro-batches."""
     slice_bounds: tuple[tuple[int, ...], ...]
     """[micro-batch in the table] -> the first token of each slice, then the number of tokens."""
     packed_bounds: tuple[tuple[int, ...], ...]
@@ -72,7 +72,7 @@ class SlicedStep:
         tensor_parallel: dist.ProcessGroup,
         chunks: Sequence[torch.nn.Module],
     ) -> dict[int, Any]:
-        """Return reports by micro-batch in the data instead of micro-batch in the table."""
+        """Return reports indexed by micro-batch in the data, not by micro-batch in the table."""
         return {
             self.order[microbatch]: report for microbatch, report in reports.items()
         }
@@ -171,12 +171,13 @@ class LengthSlicer:
             reading.packed_bounds, packed_bounds, strict=False
         ):
             differs |= bool(own_bounds) and own_bounds != shared_bounds
-        # Agree within the job. Only ranks with data notice a difference, so share it as well:
-        # otherwise the other ranks would wait for them.
+        # Agree within the job. Only ranks with data notice a difference, so share that result as
+        # well. Otherwise, the other ranks would wait for those ranks.
         *shared_counts, any_differs = self._shared(
             [*shared[0], int(differs)], [*self._replica_groups, self._replicas]
         )
-        # Raise the error only now: in the collectives above, the other ranks waited for this one.
+        # Raise the error only now: in the collectives above, the other ranks were waiting for this
+        # one.
         if failure is not None:
             raise failure
         self._check(shared_counts, any_differs=bool(any_differs))
@@ -185,7 +186,7 @@ class LengthSlicer:
         tokens = []
         for microbatch_bounds in bounds:
             widths = [end - begin for begin, end in pairwise(microbatch_bounds)]
-            # Fill up the rows, because `_shared` sends them as one tensor.
+            # Pad the rows to the same length, because `_shared` sends them as one tensor.
             tokens.append(widths + [0] * (max(shared_counts) - len(widths)))
         most_tokens = self._shared(tokens, [self._replicas])
         tokens_of_slices = []
@@ -203,7 +204,7 @@ class LengthSlicer:
     def _chosen_slice_tokens(self, reading: _Reading) -> int:
         """Return the number of tokens per slice in this step. Collective over the job for `auto`.
 
-        `auto` depends on this step alone, so that a restarted job cuts it in the same way.
+        `auto` depends on this step alone, so that a restarted job cuts the step in the same way.
         """
         if isinstance(self._slice_tokens, int):
             return self._slice_tokens
@@ -212,7 +213,8 @@ class LengthSlicer:
             [max(tokens, default=0), sum(tokens)],
             [*self._replica_groups, self._replicas],
         )
-        # With sequence parallelism, each tensor-parallel rank needs at least one token of a slice.
+        # With sequence parallelism, each tensor-parallel rank needs at least one token of each
+        # slice.
         chosen = max(automatic_slice_tokens(longest, in_step, self._pp), self._multiple)
         if not self._has_logged and not dist.get_rank():
             _LOG.warning(
@@ -284,7 +286,7 @@ class LengthSlicer:
                 item_cost(item, self._length_cost, _FLAG) for item in held.values()
             ]
         except Exception:
-            # The other replicas wait for the costs, so send NaN instead.
+            # The other replicas are waiting for the costs, so send them NaN instead.
             if self._exchange is not None:
                 self._exchange.costs([nan] * num_microbatches)
             raise
@@ -318,8 +320,9 @@ class LengthSlicer:
     ) -> tuple[tuple[int, ...], ...]:
         """Return the bounds of the packed samples in each micro-batch. Collective over a replica.
 
-        Ranks without data need them on the host, where reading them from the device in the middle
-        of a step would wait for it. `nums_bounds` gives the number of bounds for each micro-batch.
+        Ranks without data need these bounds on the host, because reading them from the device in
+        the middle of a step would wait for the device. `nums_bounds` gives the number of bounds for
+        each micro-batch.
         """
         width = max(nums_bounds)
         if width == 0:
@@ -357,7 +360,8 @@ class LengthSlicer:
     def _shared(self, values: Any, groups: Sequence[dist.ProcessGroup]) -> Any:
         """Return the element-wise maximum of nested lists over all ranks of the groups."""
         together = torch.tensor(values, dtype=torch.int64, device=self._device)
-        # The maximum over one group after the other is the maximum over all of their ranks.
+        # Taking the maximum over one group after the other yields the maximum over all of their
+        # ranks.
         for group in groups:
             if group.size() > 1:
                 dist.all_reduce(together, dist.ReduceOp.MAX, group=group)

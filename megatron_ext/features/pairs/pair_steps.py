@@ -101,7 +101,8 @@ class PairSteps(Feature):
             weights = HostWeights(row, step.splits)
             in_force().kept_by_feature[HOST_WEIGHTS] = weights
             return weights
-        # Create the streams once: Megatron keeps the first communication stream of a process.
+        # Create the streams only once, because Megatron keeps the first communication stream of a
+        # process.
         if self._streams is None:
             self._streams = SideStreams.of_device(backend, self._device)
         return DeviceWeights(row, step.splits, self._streams)
@@ -132,7 +133,7 @@ def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) ->
                 f"{type(chunk).__name__} cannot run in pairs, because it has no method "
                 f"build_schedule_plan like Megatron's GPTModel; {remedy}"
             )
-    # A step with `**kwargs` may pass the argument on.
+    # A forward step with `**kwargs` may pass the argument on.
     accepts_flag = any(
         parameter.name == "return_schedule_plan"
         or parameter.kind is parameter.VAR_KEYWORD

@@ -4,9 +4,9 @@ In a model with experts, ranks exchange tokens twice in each layer (all-to-all),
 and the backward pass, and wait for each exchange. In a pair, one of the two actions computes while
 the other communicates (DeepSeek-V3, 2024, arXiv 2412.19437).
 
-Most tables already alternate F and B, but each B depends on the F before it. At the last stage, for
-example, both belong to the same micro-batch. This module moves every forward pass ahead of `lead`
-more backward passes, so that independent partners exist.
+Most tables already alternate between F and B, but each B depends on the F before it. At the last
+stage, for example, both belong to the same micro-batch. This module moves every forward pass ahead
+of `lead` more backward passes, so that independent partners exist.
 
     1f1b, last ranks                 with pairs
     2|F0 F1 B0 F2 B1 F3 B2 ...       F0 F1 F2 (F3 B0) (F4 B1) ...
@@ -33,8 +33,8 @@ from megatron_ext.schedules.table.walk import stuck
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Option, Row, Schedule
 
-# The number of micro-batches by which a newly placed order may be ahead of its table. It may be
-# larger if no order completes with this number.
+# The number of micro-batches by which a newly placed order may be ahead of its table. It may grow
+# if no order completes with this number.
 _MAX_LEAD = 3
 
 
@@ -130,10 +130,10 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
 
 def _moved_tables(schedule: Schedule) -> list[Schedule]:
     """Return tables with pairs and earlier forward passes, except tables that would deadlock."""
-    # In 1F1B, the warm-ups of neighbouring ranks differ by one micro-batch. Then their pairs wait
-    # for each other in turn, and a micro-batch takes the time of two pairs. A lead that grows by
-    # one from rank to rank keeps all ranks busy. In interleaved and V-shaped tables, the warm-ups
-    # of neighbours already differ by two, so a lead of one is enough.
+    # In 1F1B, the warm-ups of neighbouring ranks differ by one micro-batch. As a result, their
+    # pairs wait for each other in turn, and a micro-batch takes the time of two pairs. A lead that
+    # grows by one from rank to rank keeps all ranks busy. In interleaved and V-shaped tables, the
+    # warm-ups of neighbours already differ by two, so a lead of one is enough.
     num_ranks = len(schedule.rows)
     equal = [1] * num_ranks
     growing = [num_ranks - rank for rank in range(num_ranks)]
@@ -227,12 +227,14 @@ class _Fed(NamedTuple):
     """Whether the result is sent to another stage or rank."""
 
 
-# Kind of action -> change in the number of live activations, each for one stage and micro-batch.
+# Kind of action -> change in the number of live activations, counted separately for each stage and
+# micro-batch.
 _LIVE_CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
 _Event = tuple[float, int, "Action | tuple[()]"]
-"""(time, rank, action whose input arrives, if any): an event after which the rank may run more."""
+"""(time, rank, action whose input arrives, if any): an event after which the rank may run more
+actions."""
 
 
 class _Placing:
@@ -242,10 +244,10 @@ class _Placing:
         schedule: The table.
         costs: Durations and latencies for the simulation.
         feeds: Action -> the actions that need its result.
-        leads: [rank] -> number of forward passes by which it may be ahead of its backward passes,
-            outside pairs.
-        extra_activations: Number of activations, for one stage each, that a rank may keep beyond
-            the table's peak.
+        leads: [rank] -> number of forward passes by which the rank may be ahead of its backward
+            passes, outside pairs.
+        extra_activations: Number of activations, counted separately for each stage, that a rank may
+            keep beyond the table's peak.
         waits: Whether a backward pass waits for a partner.
     """
 
@@ -270,7 +272,8 @@ class _Placing:
         self._clock = Clock(schedule, costs)
         self._cap = extra_activations + max(map(most_alive, schedule.rows))
         ranks = range(len(schedule.rows))
-        # [rank][stage, is forward] -> actions that have not run. The next one is last.
+        # [rank][stage, is forward] -> actions that have not run. The next one to run is the last in
+        # the list.
         self._queues: list[dict[tuple[int, bool], list[Action]]] = [{} for _ in ranks]
         for rank, row in enumerate(schedule.rows):
             for action in reversed(row):
@@ -282,7 +285,8 @@ class _Placing:
         # [rank] -> actions in their new order, and the positions at which pairs start.
         self._rows: list[list[Action]] = [[] for _ in ranks]
         self._pairs: list[set[int]] = [set() for _ in ranks]
-        # [rank] -> forward minus backward passes that have run, and number of live activations.
+        # [rank] -> number of forward passes minus number of backward passes that have run, and
+        # number of live activations.
         self._ahead = [0 for _ in ranks]
         self._live = [0 for _ in ranks]
         # [rank] -> time at which it is idle again.
@@ -312,7 +316,7 @@ class _Placing:
         return _with_pairs(self._schedule, rows, self._pairs)
 
     def _run_alone(self, now: float) -> bool:
-        """Run an action alone when all ranks wait for a partner. Return whether there was one."""
+        """Run an action alone when all ranks wait for a partner; return whether one could run."""
         for rank in range(len(self._rows)):
             actions = self._chosen(rank, alone=True)
             if actions:
@@ -323,9 +327,9 @@ class _Placing:
     def _chosen(self, rank: int, *, alone: bool = False) -> tuple[Action, ...]:
         """Return the actions that a rank runs next: a pair, one action, or no action."""
         forwards, backwards = self._ready(rank)
-        # In order of preference: a pair of different micro-batches, a backward pass that need not
-        # wait for a partner, a forward pass within the lead, a W, and then an action that could
-        # have waited.
+        # In order of preference: a pair of different micro-batches, a backward pass that does not
+        # need to wait for a partner, a forward pass within the lead, a W, and then an action that
+        # could have waited.
         for backward in backwards:
             for forward in forwards:
                 if forward.microbatch != backward.microbatch:
@@ -389,7 +393,7 @@ class _Placing:
         rank_of = self._schedule.placement.rank_of
         arrivals = iter(self._clock.arrivals(action, end))
         for target, travels in self._feeds[action]:
-            # W needs only I of the same rank, and may run at any later time.
+            # W needs only the I on the same rank, and may run at any later time.
             if target.kind == "W":
                 self._weights[rank].append(target)
             else:

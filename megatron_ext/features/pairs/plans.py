@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _Key = tuple[int, int]
 """(stage, micro-batch)."""
-# A layer's nodes in order. The first two names are for the same node: the second is used since
-# 0.19.
+# A layer's nodes in order. The first two names are for the same node: the second has been used
+# since 0.19.
 _PARTS = ("attn", "pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine")
 
 
@@ -137,8 +137,8 @@ class PlannedCompute(StageCompute):
         if forward is not None:
             arguments |= self._arguments_of_forward(forward)
             if self._draws_by_microbatch:
-                # A backward pass draws no new random numbers: recomputation restores the
-                # generators.
+                # A backward pass draws no new random numbers, because recomputation restores the
+                # states of the generators.
                 drawing = rng_of_this_step(*forward)
         if backward is not None:
             # Remove the entry before the backward pass, so that autograd can free tensors during
@@ -259,8 +259,8 @@ class PlannedCompute(StageCompute):
         config, dispatch = self.call.config, layer.moe_dispatch
         dispatcher = config.moe_token_dispatcher_type
         if config.num_moe_experts == config.expert_model_parallel_size:
-            # A single expert reads the dispatched tokens themselves, also in W. Several experts
-            # read a sorted copy of them.
+            # A single expert reads the dispatched tokens themselves, including in W. Several
+            # experts read a sorted copy of them.
             layer.mlp.free_input = False
         if dispatcher == "allgather" and isinstance(dispatch, utils.ScheduleNode):
             # The input is a view of the tensor that the router reads.
@@ -275,8 +275,8 @@ class PlannedCompute(StageCompute):
 
         With sequence parallelism, Megatron's block selects these generators around all layers, but
         plans do so only for multi-token prediction layers. In other layers, all tensor-parallel
-        ranks would use the same dropout mask for their parts, which also differs from the mask
-        without pairs.
+        ranks would use the same dropout mask for their parts, and this mask would also differ from
+        the mask without pairs.
         """
         config = self.call.config
         draws = (
@@ -298,15 +298,15 @@ class PlannedCompute(StageCompute):
     def _predict_apart(layers: list[Any]) -> None:
         """Make each of several multi-token prediction layers run its backward pass exactly once.
 
-        The last layer joins the outputs of all layers. If these outputs kept their graphs, its
-        backward pass would run through the other layers' graphs and free them. So detach the
-        outputs.
+        The last layer joins the outputs of all layers. If these outputs kept their graphs, the last
+        layer's backward pass would run through the other layers' graphs and free them. So detach
+        the outputs.
 
         In addition, all of these layers embed tokens. Megatron's own backward sums the gradients of
         these embeddings before it adds them to the weight. To get the same sum, all embeddings
         belong to the graph of the first layer, whose backward pass runs last.
         """
-        # Detach the output of each layer but the last.
+        # Detach the output of each layer except the last.
         for layer in layers[:-1]:
             predicts = layer.mtp_post_process
 
@@ -378,7 +378,8 @@ class PlannedCompute(StageCompute):
         def again(gradient: Any) -> Any:
             value, drawn = input_and_states
             input_and_states.clear()
-            # Run the forward pass with the generators as they were before, and then restore them.
+            # Run the forward pass with the generators in their earlier states, and then restore the
+            # current states.
             states = random._get_all_rng_states()
             set_rng_states(*drawn)
             for node, forward in zip(nodes, forwards, strict=True):

@@ -11,8 +11,8 @@ if its rank is idle:
   that I. The device runs W when the action stream leaves it idle. At the W's place in the table,
   the action stream waits for it.
 
-W never overtake each other, and never overtake a whole backward pass of their stage, so gradients
-are summed in table order.
+W actions never overtake each other, and never overtake a whole backward pass of their stage, so
+gradients are summed in table order.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WeightQueue:
             elif action.kind == "W":
                 key = action.stage, action.microbatch
                 self._queue.append(_Queued(key, num_wholes[action.stage]))
-        # The I that have run and whose W have not.
+        # The I actions that have run, but whose W actions have not.
         self._inputs_done: set[_Key] = set()
         # Stage -> number of whole backward passes that have run.
         self._wholes_done: Counter[int] = Counter()
@@ -105,7 +105,7 @@ class WaitingWeights(ABC):
 
 
 class HostWeights(WaitingWeights):
-    """W on the host, which runs them until its peers arrive."""
+    """The W of one step on the host, which runs them until its peers arrive."""
 
     def ended(self, action: Action) -> None:
         """Record an action that has run."""
@@ -116,11 +116,12 @@ class HostWeights(WaitingWeights):
 
         Sleeps if there is no W to run. The group's time-out limits the wait.
         """
-        # The exchange would block this thread, so a barrier tells when all ranks have arrived.
+        # The exchange would block this thread, so use a barrier to find out when all ranks have
+        # arrived.
         arrival = dist.barrier(group, async_op=True)
         assert arrival is not None
-        # Run the weights of one layer at a time: peers may arrive meanwhile, and then wait for this
-        # rank.
+        # Run the W of one layer at a time, because peers may arrive in the meantime and would then
+        # wait for this rank.
         while not arrival.is_completed():
             key = self.queue.first()
             if key is None:
@@ -162,8 +163,8 @@ class SideStreams:
                 "only one; leave it out"
             )
         actions = runtime.Stream(device, priority=highest)
-        # Exchanges have a high priority too: a W must not delay one, because other ranks wait for
-        # it.
+        # Exchanges have a high priority too: a W must not delay an exchange that other ranks are
+        # waiting for.
         exchanges = runtime.Stream(device, priority=highest)
         utils.set_streams(comm_stream=exchanges)
         # Megatron keeps the first stream of the process.
@@ -189,7 +190,7 @@ class SideStreams:
 
 
 class DeviceWeights(WaitingWeights):
-    """W on a device, which runs them on a low-priority stream."""
+    """The W of one step on a device, which runs them on a low-priority stream."""
 
     def __init__(self, row: Row, splits: SplitBackward, streams: SideStreams) -> None:
         super().__init__(row, splits)
@@ -221,12 +222,12 @@ class DeviceWeights(WaitingWeights):
         """Make the action stream wait for a W, and drop the W's operands."""
         launched = self._launched.pop((stage, microbatch))
         self._streams.actions.wait_event(launched.end)
-        # The W has been launched already. This only reports its gradients to a reduction, which
-        # starts after the last ones.
+        # The W has been launched already. This call only reports its gradients to a reduction,
+        # which starts after the last ones.
         self.splits.run(stage, microbatch)
 
     def _await_weight(self, weight: torch.Tensor) -> None:
-        """Make a backward pass that adds to a weight's gradient wait for all W that also do."""
+        """Make a backward pass that adds to a weight's gradient wait for all W that add to it."""
         for launched in self._launched.values():
             for gradient in launched.gradients:
                 if any(weight is changed for changed in gradient.weights):

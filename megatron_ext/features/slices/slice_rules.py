@@ -6,8 +6,8 @@ from megatron_ext.rules import HYBRID_MODELS
 
 TEXTS = {
     # For micro-batches that run in slices. The rule about the fused softmax is for Megatron's local
-    # layers only, because Transformer Engine uses another softmax. Megatron's kernel only supports
-    # 16-bit types.
+    # layers only, because Transformer Engine uses a different softmax. Megatron's kernel only
+    # supports 16-bit types.
     "slices": f"""
         transformer_impl!=local,transformer_engine
             only their attention keeps keys and values between slices; use --transformer-impl=local

@@ -59,7 +59,7 @@ def sliced_layers(chunk: torch.nn.Module) -> list[Any]:
 
 
 def fields_beyond_tokens(chunk: torch.nn.Module) -> tuple[str, ...]:
-    """Return the data fields that a chunk needs, but that do not follow from a slice's tokens.
+    """Return the data fields that a chunk needs, but that cannot be derived from a slice's tokens.
 
     Positions computed from them start at 0 in each slice, and labels lack the next slice's first
     token. Models that declare `runs_in_slices` may have other data.
@@ -103,11 +103,11 @@ def check_model(chunk: torch.nn.Module) -> None:
 
 
 def _wrong_layer(chunk: torch.nn.Module) -> str | None:
-    # Imported here, because models that declare `runs_in_slices` do not need it.
+    # Import it here, because models that declare `runs_in_slices` do not need it.
     from megatron.core.models.gpt import GPTModel
 
     model = unwrap_model(chunk)
-    # A subclass may change the forward pass, so accept exactly this class.
+    # A subclass may change the forward pass, so accept only this exact class.
     if type(model) is not GPTModel:
         return f"a {type(model).__name__}"
     for layer in sliced_layers(chunk):
@@ -135,7 +135,7 @@ def _wrong_layer(chunk: torch.nn.Module) -> str | None:
 def _strangers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
     """Yield hooks and modules that may mix tokens.
 
-    Each pair has a description, and the object on which the user can set `runs_in_slices`.
+    Each pair consists of a description and the object on which the user can set `runs_in_slices`.
     """
     for hook in _hooks_of_all_modules():
         yield "a hook on all modules", f"the hook ({_name_of(hook)})"
@@ -188,7 +188,7 @@ def _hooks_of_all_modules() -> Iterator[Callable[..., Any]]:
 
 
 def _gradient_hooks_of(weight: torch.nn.Parameter) -> Iterator[Callable[..., Any]]:
-    # Such a hook would run for each slice instead of once for a micro-batch.
+    # Such a hook would run once for each slice instead of once for each micro-batch.
     before, after = (
         weight._backward_hooks,
         getattr(weight, "_post_accumulate_grad_hooks", None),

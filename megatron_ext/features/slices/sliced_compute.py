@@ -63,7 +63,7 @@ class _LayerBuffer:
         """The tensor that the layer read last. Its version counts in-place changes."""
 
     def write(self, tensor: torch.Tensor, begin: int, num_tokens: int) -> None:
-        """Write a slice, `[s, ...]`, to its place in a sequence of `num_tokens`.
+        """Write a slice, `[s, ...]`, to its place in a sequence of `num_tokens` tokens.
 
         Raises:
             ScheduleError: The layer has changed the tensor that it read last.
@@ -233,8 +233,8 @@ class RunningSlice:
     num_tokens: int
     """Number of tokens in the whole micro-batch."""
     is_backward: bool
-    """Whether this is a backward pass. A layer that runs its forward pass then is being
-    recomputed."""
+    """Whether this is a backward pass. A layer that runs its forward pass during a backward pass is
+    being recomputed."""
     num_padding: int
     """Number of padding tokens that run if the slice is empty."""
     _mask: torch.Tensor | None = None
@@ -319,11 +319,11 @@ class RunningSlice:
         has_own_masks = not isinstance(layer, DotProductAttention)  # Transformer Engine
         if has_own_masks:
             # Transformer Engine passes only addresses to its kernels. It makes queries, keys and
-            # values contiguous if they are parts of one projection. But here keys and values have
-            # separate memory, and then it assumes that the queries are contiguous.
+            # values contiguous if they are parts of one projection. But here, keys and values have
+            # separate memory, so Transformer Engine assumes that the queries are contiguous.
             query = query.contiguous()
             if first > 0:
-                # It rejects keys that start in the middle of their memory.
+                # Transformer Engine rejects keys that start in the middle of their memory.
                 key, value = key.clone(), value.clone()
         # A slice has fewer queries than keys, and its last query may attend to the last key. So the
         # causal mask must be aligned at the bottom right.
@@ -403,9 +403,9 @@ class RunningSlice:
                 self._keep_packed(packed)
             arguments["packed_seq_params"] = self._packed_as_one_sequence()
         if state.ahead:
-            # Megatron shifts the mask, which `roll` does for slices. From 0.17 on, it also weights
-            # the losses of later tokens by the sum of the mask. So pass the mask of the whole
-            # micro-batch.
+            # Megatron shifts the mask, which `roll` does for slices. From 0.17 on, Megatron also
+            # weights the losses of later tokens by the sum of the mask. So pass the mask of the
+            # whole micro-batch.
             arguments["loss_mask"] = state.ahead["loss_mask"][0][0]
 
     def _keep_packed(self, packed: Any) -> None:
@@ -442,7 +442,7 @@ class RunningSlice:
         if self.is_empty:
             num_tokens = self.num_padding
             changes |= {"max_seqlen_q": num_tokens, "max_seqlen_kv": num_tokens}
-        # Don't create the tensor from a list: the host would wait for the device until it is
+        # Don't create the tensor from a list: the host would wait for the device until the list is
         # copied.
         bounds = whole_packed.cu_seqlens_q.new_zeros(2)
         bounds[1:] = num_tokens
@@ -576,7 +576,7 @@ class RunningSlice:
 
     def z_loss(self, average: torch.Tensor) -> torch.Tensor:
         """Return a slice's share of its micro-batch's z-loss, from the average over the slice."""
-        # If only counts are wanted, the recomputation adds this loss.
+        # If only the counts are needed, the recomputation adds this loss.
         if self._counts_only or self.is_empty:
             return average * 0
         loss, weight = average * self.share, self._weight()
@@ -597,8 +597,8 @@ class KeptState:
     """State that layers keep for sliced micro-batches, from first forward to last backward pass."""
 
     def __init__(self) -> None:
-        # A plain attribute, because autograd may run a backward pass, including recomputation, in
-        # another thread.
+        # This is a plain attribute, because autograd may run a backward pass, including
+        # recomputation, in another thread.
         self.running: RunningSlice | None = None
         self.microbatches: defaultdict[tuple[int, int], _Microbatch] = defaultdict(
             _Microbatch
@@ -801,7 +801,8 @@ def _cut(
                 num_tokens,
                 num_tokens,
             ):
-                # Rows are the slice's tokens; columns are all tokens up to its end.
+                # Rows are the tokens of the slice, and columns are all tokens up to the end of the
+                # slice.
                 fields[name] = tensor[:, :, begin:end, :end].contiguous()
                 if begin == end:
                     mask = tensor.new_ones(

@@ -49,7 +49,7 @@ class SliceChange(TableChange):
         Raises:
             ScheduleError: The file has a different number of slices.
         """
-        # 1 is the default, with which the caller has requested no number.
+        # 1 is the default, which means that the caller has not requested a number.
         if self._num_slices not in (1, schedule.num_slices):
             raise ScheduleError(
                 f"{schedule.name}: the file fixes the number of slices, which is "
@@ -139,7 +139,7 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     ):
         try:
             problem = _problem(schedule, replace(table, slices=shares), costs)
-            # Later variants limit the number of slices in flight, by increasing bounds.
+            # Later variants limit the number of slices in flight, with increasing bounds.
             variants = [Variant()]
             for limit in spread(num_slices, num_slices + schedule.pp):
                 variants.append(Variant(limit))
@@ -174,9 +174,9 @@ def sliced_by_length(
             return moved_table
     problem = _problem(schedule, table, costs)
     largest = max(map(max, slice_sizes))
-    # The search starts a slice while memory is below the cap, so a slice may exceed the cap by as
-    # much as it is larger than the mean slice. The last cap has room for the same number of largest
-    # slices, which is always enough.
+    # The search starts a slice while memory is below the cap, so a slice may exceed the cap by the
+    # amount by which it is larger than the mean slice. The last cap has room for the same number of
+    # largest slices, which is always enough.
     excess = largest - 1 / table.num_slices
     for cap in (problem.cap - excess, problem.cap):
         with suppress(ScheduleError):

@@ -187,8 +187,9 @@ def _dropped(
         for stages in users.values():
             # A place with only the publisher sends the tensor and keeps nothing.
             if stages != [route.source]:
-                # The highest stage is the last to run forward, which ends the use in evaluation.
-                # The lowest stage is the last to run backward, which ends it in training.
+                # In evaluation, the use ends with the highest stage, which is the last to run
+                # forward. In training, it ends with the lowest stage, which is the last to run
+                # backward.
                 dropped["F", max(stages)].append(route.name)
                 dropped["B", min(stages)].append(route.name)
     return dropped

@@ -37,7 +37,7 @@ def declare(
     takes: Iterable[str] = (),
     boundary: Boundary | None = None,
 ) -> None:
-    """Declare a module's routes, and whether its stage outputs a tree instead of one `[s, b, h]`.
+    """Declare a module's routes, and whether its stage outputs a tree instead of one tensor.
 
     Call this in the constructor of the module, because schedules are built before the first forward
     pass.
@@ -134,7 +134,7 @@ Batch = tuple[int, bool]
 # first, and then adds the sum to the gradient of the publisher's own uses of the tensor after
 # `publish`. This order does not depend on where the model is cut into stages, so neither do the
 # bits of the sum. With autograd's own order, the bits would depend on the cut, because each stage
-# would first sum its gradients.
+# would first sum the gradients of its own takers.
 class _Sum:
     """The running sum of the takers' gradients for a published tensor."""
 
@@ -201,8 +201,8 @@ class Published:
     """A published tensor of one micro-batch on this rank."""
 
     value: torch.Tensor | None
-    """The detached tensor. It requires grad if the published tensor does so, or may do so in a
-    recomputation."""
+    """The detached tensor. It requires grad if the published tensor requires grad, or may require
+    it in a recomputation."""
     look: tuple[tuple[int, ...], torch.dtype] | None
     """Shape and dtype of the tensor and of its gradient."""
     stage: int | None
@@ -232,8 +232,8 @@ class Published:
 class RouteStore:
     """The published tensors of this rank.
 
-    Without `declared`, the store is for use outside of a megatron_ext pipeline. There a published
-    tensor remains valid until the name is published again.
+    Without `declared`, the store is for use outside of a megatron_ext pipeline. In that case, a
+    published tensor remains valid until the name is published again.
     """
 
     def __init__(self, declared: Mapping[int, Declared] | None = None) -> None:
@@ -438,8 +438,8 @@ class _Current:
     """The store for use outside of a megatron_ext pipeline."""
 
 
-# One per process instead of one per configuration, because models also publish and take tensors
-# without a configuration.
+# There is one per process instead of one per configuration, because models also publish and take
+# tensors without a configuration.
 _CURRENT = _Current()
 
 
@@ -455,7 +455,7 @@ def _has_graph(tensor: torch.Tensor) -> bool:
 
 
 def _recomputes() -> bool:
-    """Return whether a backward pass is running, so that any forward pass is a recomputation."""
+    """Return whether a backward pass is running; if so, any forward pass is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

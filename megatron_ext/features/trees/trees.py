@@ -108,7 +108,7 @@ def flatten(
     Args:
         tree: The tree.
         subject: Name of the tree for the error message.
-        trains: Whether gradients are needed. Without them, no leaf requires grad.
+        trains: Whether gradients are needed. If not, no leaf requires grad.
 
     Raises:
         ScheduleError: The tree contains an object of an unsupported type.
@@ -222,8 +222,8 @@ def _placed(sizes: Sequence[int]) -> tuple[list[slice], int]:
 class _Join(torch.autograd.Function):
     """Joins tensors into one root, a float32 scalar. The data of the tensors may be freed.
 
-    When the backward pass runs, `gradients` has one entry per tensor. With None, the tensor gets no
-    gradient, but its autograd node still runs.
+    When the backward pass runs, `gradients` has one entry per tensor. If its entry is None, a
+    tensor gets no gradient, but its autograd node still runs.
     """
 
     @staticmethod
