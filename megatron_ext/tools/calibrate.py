@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sharding(args: argparse.Namespace, model: ModelSizes) -> Sharding:
-    """Return the sharding to measure, with everything on one device."""
+    """Return the sharding to measure, which keeps everything on one device."""
     sequence = args.seq_length or model.sequence
     if sequence is None or not 0 < sequence < 10**9:
         raise ArgumentsError(
@@ -149,7 +149,7 @@ def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
         sharding: Number and length of the sequences.
 
     Raises:
-        ArgumentsError: The model has layers of another kind.
+        ArgumentsError: The model has layers of a kind that cannot be built here.
     """
     kinds = set(model.kinds)
     if not kinds <= {"dense", "moe"}:
@@ -186,7 +186,7 @@ def _beyond(together: Passes, layer: Passes) -> Passes:
 
 
 class _Bench:
-    """Builds and times Megatron models with one layer, in a world of one process."""
+    """Builds and times Megatron models with one layer, in a world that has only one process."""
 
     def __init__(self, model: ModelSizes, sharding: Sharding) -> None:
         self.model, self.sharding = model, sharding
@@ -410,7 +410,7 @@ def of_trace(
     stages. A backward pass that was not split is divided in the same ratio as in the formula.
 
     Raises:
-        DataError: The trace has no pipeline, or is from another model.
+        DataError: The trace has no pipeline, or comes from another model.
     """
     from megatron_ext.tools.trace.aggregate import read_run
     from megatron_ext.tools.trace.measured_costs import measured_costs
@@ -533,7 +533,7 @@ def _kinds_of_stages(
 
 
 def _split_like(passes: Passes, formula: Passes) -> Passes:
-    """Divide the time of an unsplit backward pass in the same ratio as the formula does."""
+    """Divide the time of an unsplit backward pass in the same ratio as in the formula."""
     share = (passes.input + passes.weight) / (formula.input + formula.weight)
     return passes._replace(input=share * formula.input, weight=share * formula.weight)
 

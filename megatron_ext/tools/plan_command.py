@@ -500,7 +500,7 @@ def _enough_devices(job: Question) -> int | None:
         too_few_nodes = enough_nodes
     else:
         return None
-    # Bisect between the largest number that does not fit and the smallest one that does.
+    # Bisect between the largest number that does not fit and the smallest number that does.
     while enough_nodes - too_few_nodes > 1:
         middle_nodes = (too_few_nodes + enough_nodes) // 2
         if fits(replace(job, num_devices=middle_nodes * node_size)):

@@ -417,7 +417,7 @@ _WITH_FLAGS = 3
 
 
 def _print_recommendation(timelines: Sequence[Timeline]) -> None:
-    """Print which schedule to choose if there are several, and the flags for the best ones."""
+    """Print the flags for the best schedules and, if there are several, which one to choose."""
     best, *slower = timelines
     if slower:
         advice = f"\nrecommended: {best.schedule.label}"

@@ -1,4 +1,4 @@
-"""The flags for `compare`; this module imports only what parsing them needs."""
+"""The flags for `compare`; this module imports only what is needed to parse them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_subcommand(subparsers: Any) -> None:
     parser.add_argument(
         "command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
     )
-    # Settings for `launch` that a comparison does not offer.
+    # Settings for `launch` that `compare` does not offer as flags.
     parser.set_defaults(run=_run, per_node=False, run_id=None, raw=False, spares=0)
     parser.set_defaults(keep_going=False, reserve=None)
 

@@ -67,7 +67,7 @@ class Origin:
     """Where a run computed a tensor."""
 
     action: str
-    """The action as in the table, such as `2I3`; empty between actions."""
+    """The action, written as in the table, such as `2I3`, or empty if it was between actions."""
     rank: int
     host: str
 
@@ -82,17 +82,17 @@ class Difference:
     """The first tensor that differs."""
 
     iteration: int
-    """The training step; 0: before the first step."""
+    """The training step, or 0 before the first step."""
     microbatches: tuple[int, ...]
-    """Numbers, within the global batch, of all micro-batches that differ here; empty: the tensor
-    belongs to the whole step."""
+    """Numbers, within the global batch, of all micro-batches that differ here, or empty if the
+    tensor belongs to the whole step."""
     num_microbatches: int
     """Number of micro-batches in the global batch."""
     kind: Kind
     layer: int | None
-    """Number of the layer in the model, from 0; None: the tensor belongs to no layer."""
+    """Number of the layer in the model, from 0, or None if the tensor belongs to none."""
     module: str
-    """Module or parameter, relative to the layer if there is one; empty: the layer itself."""
+    """Module or parameter, relative to its layer if it has one, or empty for the layer itself."""
     name: str
     """Full name of the module or parameter, including its layer number."""
     reference: Origin | None
@@ -104,7 +104,7 @@ class Difference:
     single precision can resolve. None: only one run computed the tensor, or the runs split it
     differently."""
     tolerance: float = 0.0
-    """Allowed relative difference; 0: the bits must be equal."""
+    """Allowed relative difference, or 0 if the bits must be equal."""
 
     @property
     def tensor(self) -> str:
@@ -167,7 +167,7 @@ class Comparison:
     """The result of a comparison between two runs."""
 
     difference: Difference | None
-    """The first difference; None: no tensor differs by more than its tolerance."""
+    """The first difference, or None if no tensor differs by more than its tolerance."""
     num_steps: int
     """Number of compared steps, up to the step with the difference. The weights before the first
     step count as one step."""
@@ -177,7 +177,7 @@ class Comparison:
     notes: tuple[str, ...]
     """Notes on what could not be compared."""
     not_finite: str = ""
-    """The first output or weight with an infinity or NaN in both runs; empty: there is none."""
+    """The first output or weight with an infinity or NaN in both runs, or empty if none has any."""
 
 
 def compare(
@@ -276,10 +276,10 @@ class _Run:
 
     @classmethod
     def read(cls, folder: Path, *, settings: str = "") -> _Run:
-        """Read the records in a folder, as `read_folder` does.
+        """Read the records in a folder in the same way as `read_folder`.
 
         Raises:
-            DataError: The folder has no digests, damaged digests, or not those of all ranks.
+            DataError: The folder has no digests or damaged ones, or lacks those of some ranks.
         """
         files = read_folder(folder, settings=settings)
         # The tensors of a missing rank would count as tensors that its run never computed.
@@ -366,8 +366,8 @@ def relative_difference(first: _Sized, second: _Sized) -> float:
         first.projections, second.projections, strict=True
     ):
         squares += (projection - other_projection) ** 2
-    # Projections are onto fixed vectors (`tracing/fingerprint.py`); the root mean square of their
-    # differences estimates the norm of the tensors' difference.
+    # Tensors are projected onto fixed vectors (`tracing/fingerprint.py`). The root mean square of
+    # the differences between projections estimates the norm of the difference between the tensors.
     distance = math.sqrt(squares / len(first.projections))
     if not first.norm:
         return math.inf if distance else 0.0
@@ -416,7 +416,7 @@ class _Tolerances(Protocol):
 
     @property
     def steps(self) -> Collection[int] | None:
-        """The steps that have tolerances; None: all steps."""
+        """The steps that have tolerances, or None if all steps do."""
 
     def of(self, step: int, key: _Key) -> float:
         """Return the allowed relative difference for a tensor."""
@@ -598,7 +598,7 @@ class _Comparing:
         )
 
     def _not_finite(self, step: int) -> str:
-        """Describe the first output or weight that is not finite in both runs; empty: none."""
+        """Describe the first output or weight that is not finite in both runs; empty if none is."""
         candidates = self.candidate.steps[step]
         places = []
         for key, tensor in self.reference.steps[step].items():
@@ -711,7 +711,7 @@ class _Comparing:
                     yield _Mismatch(key, tensor.order, None, tensor)
 
     def _tolerance(self, step: int, key: _Key) -> float:
-        """Return the allowed relative difference for a tensor; 0: it must be bit-identical."""
+        """Return the allowed relative difference for a tensor, or 0 if it must be bit-identical."""
         kind = key[0]
         if not self._may_differ(step, kind):
             return 0.0
@@ -719,7 +719,7 @@ class _Comparing:
 
     @cached_property
     def _reason_for_all(self) -> str:
-        """Why the runs sum in different orders for all tensors; empty: they do not."""
+        """Why the runs sum all tensors in different orders, or empty if they do not."""
         first, second = self.reference.header, self.candidate.header
         for name, description in _SIZES.items():
             sizes = getattr(first, name), getattr(second, name)

@@ -20,7 +20,7 @@ _MAX_LISTED = 4
 
 
 def place_of(difference: Difference) -> Place | None:
-    """Return where to record operators for a difference; None: no module computes the tensor."""
+    """Return where to record operators for a difference; None if no module computes the tensor."""
     kind = difference.kind
     if kind not in ("forward", "backward") or difference.name == "model":
         return None
@@ -107,7 +107,7 @@ class _Pairs:
         """Number of pairs compared so far."""
 
     def first_difference(self, tolerance: float) -> str:
-        """Return a description of the first pair that differs; empty: no pair differs.
+        """Return a description of the first pair that differs, or an empty text if none does.
 
         Operators that only one run has are ignored if a pair with equal results follows.
         """

@@ -47,15 +47,15 @@ class Contender:
     records: list[RunRecord] = field(default_factory=list)
     """The results from each round."""
     bubble_ratio: float | None = None
-    """Share of the pipeline time in which ranks are idle; None: not measured."""
+    """Share of the pipeline time in which ranks are idle, or None if it was not measured."""
     timeline: dict[str, Any] | None = None
-    """A traced step, in the format used by the trace page; None: no step was traced."""
+    """A traced step, in the format used by the trace page, or None if no step was traced."""
     failure: str = ""
-    """Why one of the runs failed; empty: no run failed."""
+    """Why one of the runs failed, or empty if no run failed."""
     is_refused: bool = False
     """Whether it failed because a rank rejected its flags before training."""
     located: str = ""
-    """The first tensor that differs from the reference; empty: not searched for."""
+    """The first tensor that differs from the reference, or empty if none was searched for."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ class Row:
     num_steps: int
     """Number of steps in the shortest run."""
     deviations: Deviations | None
-    """Differences from the reference; None: this is the reference, or nothing was judged."""
+    """Differences from the reference, or None if this is the reference or nothing was judged."""
     repeats: Deviations | None
-    """Differences between the rounds of this contender; None: it ran only once."""
+    """Differences between the rounds of this contender, or None if it ran only once."""
     notes: list[str]
     located: str
-    """The first tensor that differs; empty: not searched for."""
+    """The first tensor that differs, or empty if none was searched for."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Answer:
     verdict: str
     """The conclusion in one sentence."""
     keep: list[str]
-    """Flags of the fastest contender whose numbers are right; empty: the reference is fastest."""
+    """Flags of the fastest contender whose numbers are right; empty if the reference is fastest."""
     code: int
 
 
@@ -270,7 +270,7 @@ def _size(difference: Deviations) -> float:
 def _repeats(contender: Contender) -> Deviations | None:
     """Return how a contender's rounds differ from each other, which shows if it is deterministic.
 
-    None: it has trained only one round.
+    Returns None if the contender has trained only one round.
     """
     if len(contender.records) < 2:
         return None
@@ -453,7 +453,7 @@ def with_finite_numbers(content: Any) -> Any:
 
 
 def _difference_json(difference: Deviations | None, kind: str) -> dict[str, Any] | None:
-    """Return the largest difference of one kind as JSON; None: nothing was compared."""
+    """Return the largest difference of one kind as JSON, or None if nothing was compared."""
     if difference is None:
         return None
     deviation: Deviation | None = getattr(difference, kind)

@@ -33,7 +33,7 @@ _LEFT_OUT = {
     "--trace-iterations": "",
     "--trace-dir": "",
 }
-"""Flags that are removed from all runs -> the reason to report; empty: not reported."""
+"""Flags that are removed from all runs -> the reason to report, or empty to report nothing."""
 _WEIGHTS = frozenset({"--load", "--ckpt-step", "--pretrained-checkpoint", "--finetune"})
 """Flags that choose the weights from which a run starts."""
 
@@ -56,7 +56,7 @@ class Recipe:
     pipeline: tuple[str, ...]
     """The user's other flags from this package, which form the default candidate."""
     notes: tuple[str, ...] = ()
-    """Notes about omitted flags, one line each."""
+    """Notes about omitted flags, with one line per flag."""
 
     @classmethod
     def of(cls, command: Sequence[str]) -> Recipe:

@@ -286,7 +286,7 @@ class Comparison:
     """Whether to learn how much numbers may differ from a run that is rounded differently."""
     folder: Path = Path()
     rounded_digests: Path | None = None
-    """The digests of the run that was rounded differently; None: there is no such run."""
+    """The digests of the run that was rounded differently, or None if there is no such run."""
     calibration_failure: str = ""
     """Why that run produced no tolerances; empty: it produced some, or there was no such run."""
 

@@ -38,7 +38,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The first signal received; None: no signal yet."""
+        """The first signal received, or None if there has been no signal yet."""
         self.process: subprocess.Popen[bytes] | None = None
         """The current run."""
 

@@ -31,7 +31,7 @@ class Step:
     skipped: bool
     """Whether the optimizer skipped the update of the weights."""
     duration_s: float | None
-    """Mean over all ranks; None: not measured."""
+    """Mean over all ranks, or None if it was not measured."""
 
     @property
     def numbers(self) -> dict[str, float | None]:
@@ -47,7 +47,7 @@ class RunRecord:
     memory_bytes: int = 0
     """Peak memory on the rank that needs the most."""
     tokens: int | None = None
-    """Tokens in the median step; None: unknown."""
+    """Tokens in the median step, or None if unknown."""
     num_ranks: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -131,7 +131,7 @@ def _step(lines: Sequence[dict[str, Any]]) -> Step:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean over ranks; if all ranks have the same value, exactly that value."""
+    """Return the mean over ranks, or exactly the common value if all ranks have the same value."""
     if all(is_same(value, values[0]) for value in values):
         return values[0]
     # Some loss functions do not average over replicas. A single rank's value would hide what the
@@ -193,9 +193,9 @@ class Deviations:
     """How the numbers in two runs differ."""
 
     loss: Deviation | None
-    """The largest deviation in a loss; None: all losses are bit-identical."""
+    """The largest deviation in a loss, or None if all losses are bit-identical."""
     norm: Deviation | None
-    """The largest deviation in a gradient norm; None: all norms are bit-identical."""
+    """The largest deviation in a gradient norm, or None if all norms are bit-identical."""
     first_iteration: int | None
     """The first iteration in which any number differs."""
     num_losses: int = 0
@@ -206,7 +206,7 @@ class Deviations:
     num_updates: int = 0
     """Number of steps in which both runs updated the weights."""
     not_finite: Deviation | None = None
-    """The first number that is an infinity or NaN in both runs; None: there is none."""
+    """The first number that is an infinity or NaN in both runs, or None if there is none."""
     skipped: int | None = None
     """The first iteration that only one of the two runs skipped."""
 
@@ -217,7 +217,7 @@ class Deviations:
 
     @property
     def gap(self) -> str:
-        """Why equal numbers in these two runs prove nothing; empty: they prove something."""
+        """Why equal numbers in these two runs prove nothing; empty if they prove something."""
         if self.not_finite is not None:
             name, iteration = self.not_finite.name, self.not_finite.iteration
             return f"{name} is {self.not_finite.reference} in both runs at iteration {iteration}"

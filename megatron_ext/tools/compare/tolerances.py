@@ -147,7 +147,8 @@ def _difference(
     draws_by_microbatch = (
         config.draws_by_microbatch and reference_config.draws_by_microbatch
     )
-    # The masks are equal if both runs draw them by micro-batch and on the same stages.
+    # The masks are equal if both runs draw them separately for each micro-batch, on the same
+    # stages.
     if any(rates) and not (draws_by_microbatch and has_same_stages):
         return "dropout"
     if not same_flags:

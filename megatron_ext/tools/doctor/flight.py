@@ -2,7 +2,7 @@
 
 It reports flags that `preflight` rejects, known hangs, whether each rank has enough memory, and how
 long devices wait. It also suggests better flags, by repeating the planner's forecast with one
-setting changed. It needs neither torch nor Megatron.
+setting changed. The check needs neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Diagnosis:
     """The subject of the check, in two or three words."""
     finding: str
     remedy: str = ""
-    """How to fix the problem; empty if nothing is wrong."""
+    """How to fix the problem, or empty if nothing is wrong."""
 
     @classmethod
     def of(cls, level: Literal["WARN", "FAIL"], check: str, line: object) -> Diagnosis:
@@ -98,7 +98,7 @@ KNOWN_HANGS = read_rules(f"""
         each other (Megatron-LM#5749); leave --overlap-grad-reduce out if it hangs, and add
         --hang-timeout 300, which names the collectives
 """)
-"""Known hangs. The last one occurs with any schedule, the others only with Megatron's schedules."""
+"""Known hangs. The last one occurs with any schedule, the others occur only with Megatron's own."""
 
 _REPLACED = (
     "--enable-bitpipe-schedule --bitpipe-order --bitpipe-routing --pipeline-schedule "
@@ -386,7 +386,7 @@ def _memory_by_length(
     whole_peaks = activation_peaks(pipeline.full, stash_ratio)
     peaks = activation_peaks(table, stash_ratio)
     buffers = measure(table).keys_and_values or (0.0,) * pipeline.pp
-    # For one micro-batch on 1/pp of the model.
+    # The size of the buffers for one micro-batch on 1/pp of the model.
     buffer_gib = _keys_and_values_gib(plan) / pipeline.pp
     # From the forecast for whole micro-batches, subtract the activations that slices do not keep,
     # and add the buffers for keys and values.
@@ -638,8 +638,8 @@ def _better(
         # No sizes divide evenly with these settings.
         return []
     if not answer.is_complete:
-        # On Ctrl-C, a search stops early and returns what it has. The user meant to stop all of
-        # them.
+        # On Ctrl-C, a search stops early and returns what it has. The user meant to stop all of the
+        # searches.
         raise KeyboardInterrupt
     if not answer.plans:
         return []

@@ -256,7 +256,7 @@ class _Logs:
     """Global rank of the first process on this host."""
 
     def of_rank(self, rank: int) -> list[Path]:
-        """Return torchrun's output files for a global rank; empty if the rank runs elsewhere."""
+        """Return torchrun's output files for a global rank, or none if the rank runs elsewhere."""
         return _rank_logs(self.folder, rank - self.first_rank)
 
 
@@ -320,7 +320,7 @@ def _rank_logs(folder: RunFolder, local_rank: int) -> list[Path]:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines of a file, which may be large; empty if it cannot be read."""
+    """Return the last lines of a file, which may be large, or none if it cannot be read."""
     try:
         # Without O_NONBLOCK, opening a pipe blocks; without O_NOFOLLOW, a link could lead anywhere.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

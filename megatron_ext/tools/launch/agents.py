@@ -35,7 +35,7 @@ MAX_SKEW_S = 5.0
 compared."""
 _CLOSE_S = 5.0
 _FIRST_PATIENT_TORCH = (2, 12)
-"""Since this release, torchrun gives its ranks the configured time to stop instead of 30 s."""
+"""Since this release, torchrun gives its ranks the configured time to stop instead of only 30 s."""
 
 # The first matching pattern applies, so specific patterns come before general ones.
 _MEANINGS = {
@@ -168,7 +168,7 @@ class _Connection:
 
 
 class Agents:
-    """The agents on all hosts in a plan; a context manager that stops them on exit."""
+    """The agents on all hosts in a plan, as a context manager that stops the agents on exit."""
 
     def __init__(self, plan: JobPlan) -> None:
         self.plan = plan

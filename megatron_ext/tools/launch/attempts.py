@@ -80,7 +80,7 @@ def with_restarts(
         now = time.monotonic()
         # Count only recent failures, so that a long job can survive more failures in total.
         failed_at = [at for at in failed_at if now - at < args.restart_window]
-        # A user who stops a job while it is failing does not want a restart either.
+        # A user who stops a job while it is failing does not want it to be restarted either.
         may_restart = outcome.failure is not None and outcome.stopped_by is None
         if not may_restart or len(failed_at) >= args.max_restarts:
             return outcome.code
@@ -218,7 +218,7 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
 
 
 def _of_hosts(plan: JobPlan, hellos: Sequence[runs.Json], kind: str) -> list[str]:
-    """Return the problems or warnings from all hosts, one per line."""
+    """Return the problems or warnings from all hosts, with one on each line."""
     lines = []
     for host, hello in zip(plan.hosts, hellos, strict=True):
         lines += [f"{host.name}: {text}" for text in hello[kind]]

@@ -127,7 +127,7 @@ class FirstBoard:
 
     @property
     def fatal(self) -> Loss | None:
-        """The loss that stops the job; None: the job continues."""
+        """The loss that stops the job, or None if the job continues."""
         return self._losses.fatal
 
     @property
@@ -208,7 +208,7 @@ class OtherBoard:
         self._awaits_step = False
         """Whether ranks have restarted, here or elsewhere, and no step has been reported since."""
         self.fatal: Loss | None = None
-        """The loss that stops the job; None: the job continues."""
+        """The loss that stops the job, or None if the job continues."""
         self.survived: list[int] = []
         """The lost ranks without which training has continued; known when the job stops."""
         self.is_needed = False

@@ -42,8 +42,8 @@ def main() -> int:
 
     def bound_the_end(record: logging.LogRecord) -> bool:
         if record.funcName == "_close" and "stopped" not in failure:
-            # Check before torchrun sends its first signal: afterwards, a stopped rank cannot be
-            # distinguished from one that exits slowly.
+            # Check before torchrun sends its first signal, because afterwards, a stopped rank
+            # cannot be distinguished from one that exits slowly.
             failure["stopped"] = stopped_ranks()
             killer.start()
         return True

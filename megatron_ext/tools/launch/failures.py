@@ -64,7 +64,7 @@ class Failure:
         if self.cause is not None:
             # The cause's time is on the host's clock, so use the time on the launcher's clock.
             return (*self.cause.precedence[:2], self.at)
-        # If an agent or torchrun dies, that is not the effect of a failure on another host.
+        # If an agent or torchrun dies, its death is not the effect of a failure on another host.
         has_died = self.code < 0 or self.code == CONNECTION_FAILED
         return KINDS.index("killed" if has_died else "unknown"), 0, self.at
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.runs import Json
 
 MIN_FREE_BYTES = 64 << 20
-"""Space needed for the logs on a host; less free space is a problem."""
+"""Space needed for the logs on a host. Less free space counts as a problem."""
 MIN_SHARED_BYTES = 1 << 30
-"""Shared memory below which a host gets a warning; a container has 64 MiB by default."""
+"""Shared memory below which a host gets a warning. A container has 64 MiB by default."""
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
 _LOWEST_PORT = 20000
 _HIGHEST_PORT = 32767
@@ -163,7 +163,7 @@ def _digest_of(script: str) -> str:
 
 
 def _free_port(master_port: int | None, problems: list[str]) -> int:
-    """Return the port for the rendezvous: the user's port or a free one."""
+    """Return the port for the rendezvous, which is either the user's port or a free one."""
     # Rank 0 starts to listen only seconds later. Ports in this range are never assigned
     # automatically, so the port most likely stays free until then. Choose at random, so that jobs
     # that start at the same time choose different ports.

@@ -1,4 +1,4 @@
-"""The hostfile: one host per line, in the simplest case just its address.
+"""The hostfile, which has one host per line; in the simplest case, a line is just an address.
 
     # comment
     node1
@@ -24,7 +24,7 @@ from megatron_ext.errors import LaunchError
 from megatron_ext.files import read_text
 
 MAX_SLOTS = 1024
-"""Upper bound on the processes on a host; a larger number is a typing mistake."""
+"""Upper bound on the processes on a host. A larger number must be a typing mistake."""
 _MAX_BYTES = 16 << 20
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?"
 # NAME or [IPv6], optionally followed by :SLOTS.
@@ -173,7 +173,7 @@ def _host(words: list[str]) -> Host:
             )
         else:
             env.append((key.removeprefix("env."), value))
-            # Keep it until all words are read, to detect a variable that is given twice.
+            # Keep the variable until all words are read, to detect one that is given twice.
             fields[key] = value
     for key in [key for key in fields if key.startswith("env.")]:
         del fields[key]

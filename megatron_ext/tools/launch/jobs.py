@@ -288,8 +288,8 @@ def hosts_of(
 ) -> tuple[tuple[hostfile.Host, ...], str | None]:
     """Return the hosts that the flags select, and the id of their Slurm job, if any.
 
-    Each host starts `nproc` processes or, by default, one per slot. Without a hostfile and without
-    Slurm, this machine is the only host, and it has `alone` slots.
+    Each host starts `nproc` processes or, by default, one process per slot. Without a hostfile and
+    without Slurm, this machine is the only host, and it has `alone` slots.
     """
     job = None
     if args.hostfile is not None:

@@ -241,7 +241,7 @@ class Keeper:
         ]
 
     def run(self) -> Loss | None:
-        """Wait for the ranks; return the loss that stopped the job, if this host must report it.
+        """Wait for the ranks, and return the loss that stopped the job if this host must report it.
 
         The first host waits for the ranks on all hosts, because they rendezvous in its stores.
 
@@ -291,7 +291,8 @@ class Keeper:
     def _reported_end(self) -> Loss | None:
         """Return the loss that stopped the job, if this host must report it.
 
-        The lost rank's host reports it to its agent; if that host is gone, the first host does.
+        The lost rank's host reports it to its agent; if that host is gone, the first host reports
+        it.
         """
         board, fatal = self._board, self._board.fatal
         is_lost_here = fatal is not None and fatal.rank in [
@@ -340,7 +341,7 @@ class Keeper:
 
 
 def main() -> int:
-    """Run the ranks; return 0 if enough of them finished, else the fatal loss's exit code."""
+    """Run the ranks; return 0 if enough of them finished, or else the fatal loss's exit code."""
     report = Path(sys.argv[1])
     grace_s = float(sys.argv[2])
     reserve = int(sys.argv[3])

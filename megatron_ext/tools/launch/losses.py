@@ -28,11 +28,11 @@ class Loss:
 
     rank: int
     exit_code: int
-    """The rank's exit code; negative if a signal killed it."""
+    """The rank's exit code, which is negative if a signal killed the rank."""
     at: float
     """Time of the loss, in seconds since the epoch."""
     back_after_s: float | None = None
-    """Time from the loss to the first step after a restart; None: there has been no such step
+    """Time from the loss to the first step after a restart, or None if there has been no such step
     yet."""
     is_early: bool = False
     """Whether the rank was lost before all ranks had met, at which point no rank can replace it."""
@@ -67,12 +67,12 @@ class Losses:
     """Prints a line as part of a rank's output."""
     items: list[Loss] = field(default_factory=list)
     _num_replaced: int = 0
-    """Number of lost ranks that the last restart left out; they are the first in `items`."""
+    """Number of lost ranks that the last restart left out. These ranks come first in `items`."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def fatal(self) -> Loss | None:
-        """The loss that stops the job; None: the job continues."""
+        """The loss that stops the job, or None if the job continues."""
         # After such a loss, a replacement would fail in the same way, or would find no other ranks
         # to meet.
         for loss in self.items:

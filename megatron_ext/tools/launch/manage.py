@@ -98,7 +98,7 @@ def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
 
 
 def _of_rank(plan: JobPlan, rank: int | None) -> tuple[JobPlan, int | None]:
-    """Return the plan reduced to one rank's host, and the local rank; None: all hosts."""
+    """Return the plan reduced to one rank's host, and the local rank, or None for all hosts."""
     if rank is None:
         return plan, None
     if not 0 <= rank < plan.num_started:

@@ -132,8 +132,8 @@ class JobPlan:
 
     run_id: str
     hosts: tuple[Host, ...]
-    """The hosts. Their `slots` are the process counts; None: the host has yet to count its
-    devices."""
+    """The hosts. Their `slots` are the process counts; None means that the host has yet to count
+    its devices."""
     command: tuple[str, ...]
     """The script and its flags, or any command with `per_node`."""
     workdir: str
@@ -332,12 +332,12 @@ class JobPlan:
         num_hosts = len(self.training_hosts)
         counts = {host.slots or 0 for host in self.training_hosts}
         if num_hosts == 1:
-            # All training ranks are on one host, so they save for each other.
+            # All training ranks are on one host, so they save tensors for each other.
             distance, num_copies = 1, 2
         else:
-            # Ranks with the same local rank save for each other in groups of hosts. All groups have
-            # the same size, which is as small as possible, because each rank saves for its whole
-            # group.
+            # Ranks with the same local rank save tensors for each other, in groups of hosts. All
+            # groups have the same size, which is as small as possible, because each rank saves for
+            # its whole group.
             distance, num_copies = max(counts), 2
             while num_hosts % num_copies:
                 num_copies += 1
@@ -534,7 +534,7 @@ class JobPlan:
         return keeper + self._torchrun_words(index, port, *options)
 
     def summary(self) -> str:
-        """Return one line with the hosts, the ranks, the parallel sizes and the batch."""
+        """Return one line that shows the hosts, the ranks, the parallel sizes and the batch."""
         hosts = f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''}"
         if self.per_node:
             return f"{hosts}, one command on each"

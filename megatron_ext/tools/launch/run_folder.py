@@ -27,7 +27,7 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class RunFolder:
-    """An open folder that belongs to this user; leaving a `with` block closes it.
+    """An open folder that belongs to this user, and that is closed at the end of a `with` block.
 
     `path` is the folder's name in messages. Methods take the names of files in the folder.
     """
@@ -85,7 +85,7 @@ class RunFolder:
         return True
 
     def read_json(self, name: str) -> Any:
-        """Return the content of a JSON file, which may be of any type; None if it does not exist.
+        """Return the content of a JSON file, which may be of any type, or None if there is no file.
 
         Raises:
             LaunchError: The file cannot be read, or another user could have written it.

@@ -87,7 +87,7 @@ def check_run_id(run_id: str) -> str:
 
 
 def load(run_id: str, name: str) -> Json | None:
-    """Return the `plan`, `launcher` or `result` of a run on this machine; None if it has none.
+    """Return the `plan`, `launcher` or `result` of a run on this machine, or None if it has none.
 
     Raises:
         LaunchError: The file cannot be read, or other users could have written it.

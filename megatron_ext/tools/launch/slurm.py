@@ -1,8 +1,9 @@
 """Slurm instead of ssh and a hostfile: hosts from the allocation, agents started by srun.
 
-Inside an allocation, srun replaces ssh; agents, preflight and supervision do not change. Outside an
-allocation, `launch --slurm` submits the same command as a batch job. The Slurm job id is also the
-run id, so `status`, `logs` and `stop` accept it on any machine that shares the run folders.
+Inside an allocation, srun replaces ssh, but agents, preflight and supervision do not change.
+Outside an allocation, `launch --slurm` submits the same command as a batch job. The Slurm job id is
+also the run id, so `status`, `logs` and `stop` accept it on any machine that shares the run
+folders.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _tasks(text: str, num_hosts: int) -> list[int]:
 
 
 def state(job: str) -> str | None:
-    """Return the state of a job, such as PENDING or RUNNING; None if Slurm has no record of it."""
+    """Return the state of a job, such as PENDING, or None if Slurm has no record of the job."""
     try:
         # Slurm forgets a job minutes after its end (MinJobAge), and then calls its id invalid.
         return run("squeue", "--noheader", "--format=%T", "--jobs", job).strip() or None

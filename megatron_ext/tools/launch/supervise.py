@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 _ALIVE_S = 2.0
 # How long a host may take to answer a second connection after losing the first one.
 _REPORT_S = 15.0
-# How long to wait for failures on other hosts after the first one: any of them may be the cause.
+# How long to wait for failures on other hosts after the first one: any of these failures may be the
+# cause.
 _SETTLE_S = 1.5
 
 

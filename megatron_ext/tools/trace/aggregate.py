@@ -256,9 +256,9 @@ def _slow_ranks(run: Run) -> list[Slow]:
 
     factors: dict[int, list[float]] = defaultdict(list)
     for (name, _, slice_index), peers in medians.items():
-        # Stages differ, so compare a rank with the other ranks on its stage. If there are only two,
-        # either may be the slow one, so compare with the ranks on all stages, and require that the
-        # rank is also slower than the other rank on its stage.
+        # Stages differ, so compare a rank with the other ranks on its stage. If there are only two
+        # ranks on a stage, either may be the slow one, so compare with the ranks on all stages, and
+        # require that the rank is also slower than the other rank on its stage.
         times = peers if len(peers) > 2 else means[name, slice_index]
         median = statistics.median_low(times.values())
         fastest = min(peers.values())

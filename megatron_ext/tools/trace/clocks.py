@@ -43,8 +43,8 @@ class ClockShift(NamedTuple):
 def use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
     """Shift the times from all ranks to one clock, and return notes about the shifts.
 
-    This also sets the values that need times from several ranks: message delays, and when the
-    pipeline started and ended in each step.
+    This also sets the values that need times from several ranks: message delays, and the times when
+    the pipeline started and ended in each step.
     """
     transits = _transits(surveys)
     fastest_ns: dict[_RankPair, int] = {}

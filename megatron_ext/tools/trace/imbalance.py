@@ -1,11 +1,11 @@
 """Measures how long experts wait for each other in a traced run, and which rank they wait for.
 
-A token exchange ends at the same time on all ranks in an expert group. If it takes longer on one
-rank than on the rank where it is shortest, the difference is time spent waiting for the slowest
-rank. This comparison needs no common clock.
+A token exchange ends at the same time on all ranks in an expert group. If the exchange takes longer
+on one rank than on the rank where it is shortest, the difference is the time that the first rank
+spent waiting for the slowest rank. This comparison needs no common clock.
 
-Between two exchanges, each rank in a group either works or waits, and the total is the same for all
-of them. Filling the waiting time with other work can save as much time per step as the step's
+Between two exchanges, each rank in a group either works or waits, and the total time is the same
+for all ranks. Filling the waiting time with other work can save as much time per step as the step's
 busiest rank waits. Dividing the experts evenly can reduce a step to the mean work per rank.
 """
 
@@ -47,7 +47,7 @@ class ExpertGroup:
     waited_by_layer_ns: Mapping[Place, Mapping[int, float]]
     """Layer -> global rank -> how long it has waited in this layer."""
     fillable_ns: float
-    """Waiting time on each step's busiest rank, which another order of actions could fill."""
+    """Waiting time on each step's busiest rank, which a different order of actions could fill."""
     share_busiest: Mapping[int, float]
     """Global rank -> the share of steps in which it waited least."""
     share_last: Mapping[int, float]

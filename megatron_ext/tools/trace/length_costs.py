@@ -115,7 +115,7 @@ class _Rate(NamedTuple):
 
 
 def fit(points: Sequence[Point]) -> LengthCost | None:
-    """Return the best fit to the durations, in seconds; None if the points do not determine one."""
+    """Return the best fit to the durations, in seconds, or None if it is not determined."""
     rates = [_Rate(pairs / tokens, took_s / tokens) for tokens, pairs, took_s in points]
     cost = None
     # Fit twice, the second time without outliers such as steps disturbed by other programs.

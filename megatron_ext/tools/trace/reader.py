@@ -57,7 +57,7 @@ class Span(NamedTuple):
     end_ns: int
     attributes: Mapping[str, Any]
     message: int = 0
-    """Number of the message that was sent or received; 0: the span belongs to no message."""
+    """Number of the message that was sent or received, or 0 if the span belongs to no message."""
 
 
 class Iteration(NamedTuple):
@@ -83,7 +83,7 @@ class TraceFile:
     damaged: set[int] = field(default_factory=set)
     """Numbers of the lines that were skipped when iterations were read."""
     num_lines: int = 1
-    """Number of lines that were read; a file may still grow."""
+    """Number of lines that were read so far, because a file may still grow."""
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Yield the number and the comma-separated events of every line.

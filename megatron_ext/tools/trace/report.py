@@ -115,7 +115,7 @@ def page(run: Run) -> str:
 
 
 def _plan(run: Run, notes: list[str]) -> Timeline | None:
-    """Return the table, simulated with the measured times; None if there is no readable table."""
+    """Return the table, simulated with the measured times, or None if no table can be read."""
     try:
         schedule = run.schedule
         return None if schedule is None else planned(run, schedule)
@@ -125,7 +125,7 @@ def _plan(run: Run, notes: list[str]) -> Timeline | None:
 
 
 def _forecast(run: Run, notes: list[str]) -> Forecast:
-    """Return the forecast for other schedules, or an empty one."""
+    """Return the forecast for other schedules, or an empty forecast if none is possible."""
     try:
         return predict(run)
     except (DataError, ScheduleError) as error:

@@ -65,7 +65,7 @@ class Step(NamedTuple):
     out_of_order: int = 0
     """Number of actions that ran before an earlier action in the table."""
     activation_bytes: int = 0
-    """Bytes that the forward pass of one stage keeps; 0: unknown."""
+    """Bytes that the forward pass of one stage keeps, or 0 if unknown."""
     microbatches: int = 0
     """Number of micro-batches in one pipeline."""
     is_full: bool = True
@@ -441,7 +441,8 @@ class _IterationCounter:
 
     def _add_wait(self, span: Span) -> None:
         source = span.attributes.get("on")
-        # Waiting for a slot has no single source rank, because any of several ranks may free one.
+        # Waiting for a slot has no single source rank, because any of several ranks may free a
+        # slot.
         if source is not None:
             self._link(source).waited_ns += span.end_ns - span.begin_ns
             self._awaited.add(self._message(source, span))
