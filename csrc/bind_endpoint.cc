@@ -145,7 +145,7 @@ bool flush(Endpoint& self, std::optional<double> timeout_s) {
     return self.flush(to_deadline(timeout_s), &check_python_signals);
 }
 
-/// DLPack's type code times 256, plus the bits of an element.
+/// DLPack's type code times 256, plus the number of bits of an element.
 unsigned dtype_of(const Message& message) {
     return static_cast<unsigned>(message.info.dtype_code << 8 | message.info.dtype_bits);
 }
@@ -186,7 +186,7 @@ struct DlManagedTensor {
     void (*deleter)(DlManagedTensor*);
 };
 
-/// A DLPack tensor on the bytes of a message; owns the message.
+/// A DLPack tensor that uses the bytes of a message and owns the message.
 struct MessageTensor {
     explicit MessageTensor(Message m) : message(std::move(m)) {
         const MessageInfo& info = message.info;
@@ -266,7 +266,8 @@ const char* state_name(const PeerReport& report) {
     return "aborted";
 }
 
-/// The reason as a Python string. A peer's reason may be cut inside a character, or not be UTF-8.
+/// The reason as a Python string. A peer's reason may be cut off inside a character, or may not be
+/// UTF-8.
 py::str reason_of(const PeerReport& report) {
     PyObject* const text = PyUnicode_DecodeUTF8(
         report.reason.data(), static_cast<py::ssize_t>(report.reason.size()), "replace");

@@ -26,14 +26,15 @@ class Assembly {
     /// exceeds `max_piece_bytes`.
     void check(const Descriptor& piece, std::uint64_t max_piece_bytes) const;
 
-    /// Throws TransportError if the checksum of the bytes differs from that in the descriptor.
+    /// Throws TransportError if the checksum of the bytes differs from the checksum in the
+    /// descriptor.
     void check_bytes(const Descriptor& piece, const std::byte* bytes) const;
 
     /// Counts a piece that is a whole message and is stored elsewhere. Call check() first.
     void skip() { ++next_sequence_; }
 
-    /// Returns memory for the whole message of a piece that has bytes. Throws TransportError, with
-    /// the source and the size, if this process cannot allocate that much.
+    /// Returns memory for the whole message to which a piece with bytes belongs. Throws
+    /// TransportError, with the source and the size, if this process cannot allocate that much.
     std::shared_ptr<std::byte> memory_for(const Descriptor& piece) const;
 
     /// Destination of the bytes of the next piece; null if it has no bytes. Call check() first.

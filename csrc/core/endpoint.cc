@@ -32,7 +32,7 @@ class Endpoint::Events final : public LinkEvents {
     int peer_;
 };
 
-/// Informs the links that the caller waits; the destructor informs them that the wait is over.
+/// Informs the links that the caller is waiting; the destructor informs them that the wait is over.
 class Endpoint::Demand final {
   public:
     explicit Demand(Endpoint& endpoint) : endpoint_(endpoint) {}
@@ -124,7 +124,8 @@ Link& Endpoint::link_to(int peer) const {
     return *entry->second.link;
 }
 
-/// Returns the link to a peer that still accepts messages, after doing all work that needs no wait.
+/// Returns the link to a peer that still accepts messages, after doing all work that can be done
+/// without waiting.
 Link& Endpoint::open_link(int peer) {
     Link& link = link_to(peer);
     progress();
@@ -160,7 +161,7 @@ void Endpoint::send(int peer, const MessageInfo& info, const void* bytes,
         table_.add(peer, std::move(message));
         counts_.num_messages += 1;
         counts_.num_bytes += info.num_bytes;
-        bell_->ring();  // another thread may wait for it
+        bell_->ring();  // another thread may be waiting for it
         return;
     }
     Link& link = open_link(peer);
@@ -197,7 +198,7 @@ std::pair<std::byte*, std::size_t> Endpoint::add_buffers(std::size_t num_slots) 
     return pool_.add_slots(num_slots, static_cast<std::size_t>(room_.slot_bytes));
 }
 
-/// Does all work that needs no wait, on the calling thread.
+/// Does all work that can be done without waiting, on the calling thread.
 void Endpoint::progress() {
     if (error_) {
         std::rethrow_exception(error_);

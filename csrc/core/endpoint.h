@@ -45,12 +45,12 @@ struct EndpointCounts {
 ///
 /// The calling thread moves messages in shared memory itself and sleeps on the futex of the bell. A
 /// service thread, which sleeps in epoll, does the work that must continue while the caller
-/// computes: all traffic of links with descriptors, and messages that found no room in shared
-/// memory, whose receiver rings when there is room. It exists only if there is such work. Its
-/// errors are thrown by the next call.
+/// computes: all traffic of links with descriptors, and messages for which there was no room in
+/// shared memory, whose receiver rings when there is room. It exists only if there is such work.
+/// Its errors are thrown by the next call.
 ///
 /// Concurrency: one thread makes all calls; a second thread may call send(), publish() and abort()
-/// at any time before close(). Any thread may release messages, also during a call and after the
+/// at any time before close(). Any thread may release messages, even during a call and after the
 /// end of the endpoint. A forked child must not use the endpoint: its calls throw, and its
 /// destructor does not notify the peers.
 class Endpoint {
@@ -69,15 +69,15 @@ class Endpoint {
     void add(int peer, std::shared_ptr<Link> link);
 
     /// Sends to a peer, or to itself; never waits. `owner` keeps `bytes` alive until they are
-    /// copied, which may be before this returns. Throws TransportError if the peer is gone, and
+    /// copied, possibly before this call returns. Throws TransportError if the peer is gone, and
     /// std::invalid_argument if no peer has that rank.
     void send(int peer, const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner);
 
     /// Returns a message in memory of the peer, or in memory from which a device writes to the
     /// peer, to be filled and then published. This saves one copy. Returns std::nullopt if the wire
-    /// has no such memory, or none for this message now; then send() it. The memory stays mapped as
-    /// long as the message lives, also after the peer's death and after close(); if the message is
-    /// never published, the memory is never reused. Throws like send().
+    /// has no such memory, or has none for this message now; in that case, use send(). The memory
+    /// stays mapped as long as the message lives, even after the peer's death and after close(); if
+    /// the message is never published, the memory is never reused. Throws like send().
     std::optional<Message> reserve(int peer, const MessageInfo& info);
 
     /// Sends a message from reserve() whose bytes are complete. Throws like send(), and
@@ -105,7 +105,8 @@ class Endpoint {
     bool flush(Deadline deadline, InterruptCheck check);
 
     /// Notifies all peers that this process aborts, and drops queued messages. This unblocks the
-    /// waiting peers, and this process too, because peers that compute do not answer.
+    /// waiting peers. It also unblocks this process, because peers that are computing do not
+    /// answer.
     void abort(const std::string& reason);
 
     /// Closes all links and releases everything. Messages that were taken stay valid.
@@ -123,7 +124,7 @@ class Endpoint {
   private:
     class Events;
     class Demand;
-    /// A link, and whether the service thread moves its messages; otherwise the caller does.
+    /// A link, and whether the service thread moves its messages; otherwise the caller moves them.
     struct Entry {
         std::shared_ptr<Link> link;
         bool served;

@@ -21,7 +21,7 @@ struct Fingerprint {
     std::array<double, kNumProjections> projections{};
 };
 
-/// Number of columns must be a multiple of this.
+/// The number of columns must be a multiple of this number.
 constexpr std::size_t kFingerprintLanes = 8;
 
 /// The fingerprint that megatron_ext/tracing/fingerprint.py defines, of a matrix of floats that is

@@ -12,7 +12,7 @@ namespace megatron_ext {
 /// Concurrency: any thread may create and destroy guards.
 class ForkGuard {
   public:
-    /// `fd` must stay open as long as the guard. Throws TransportError if forks cannot be
+    /// `fd` must stay open as long as the guard exists. Throws TransportError if forks cannot be
     /// intercepted.
     explicit ForkGuard(int fd);
     ForkGuard(const ForkGuard&) = delete;

@@ -18,9 +18,9 @@ namespace megatron_ext {
 /// The receiving end of an arena.
 ///
 /// A message that fits a slot stays there, without a copy, until its last owner releases it, as
-/// long as fewer than half of the slots are held that way. Other messages, and the pieces of long
-/// messages, are copied to memory of the pool at once. So a slot always becomes free, whatever the
-/// receiver waits for and however long it keeps its messages.
+/// long as fewer than half of the slots are held in this way. Other messages, and the pieces of
+/// long messages, are copied to memory of the pool at once. So a slot always becomes free, no
+/// matter what the receiver waits for and how long it keeps its messages.
 ///
 /// Ownership: messages keep the arena mapped. Concurrency: next() must be called by one thread; any
 /// thread may release messages.
@@ -42,7 +42,7 @@ class Inbox {
     /// TransportError if the arena contains an invalid piece.
     std::optional<Message> next();
 
-    /// Number of slots that messages hold, whether they were taken or not.
+    /// Number of slots that messages hold, whether or not the messages have been taken.
     std::uint32_t num_held() const noexcept { return shared_->num_held.load(); }
 
   private:

@@ -21,7 +21,7 @@ enum class PeerState { kOpen, kClosed, kDied, kAborted };
 struct LinkContext {
     int rank;  ///< of this process
     int peer;
-    /// Room for messages that the peer has sent and this process has not released: slots of an
+    /// Room for messages that the peer has sent and that this process has not released: slots of an
     /// arena, or their total bytes if a wire has no slots.
     ArenaSize room;
     bool checksums;                     ///< whether messages that are sent carry one
@@ -50,21 +50,21 @@ struct LinkCounts {
     std::size_t num_queued = 0;  ///< messages to the peer that wait for room
 };
 
-/// The connection with one peer, over one wire. Endpoint has a link for each peer, and is otherwise
+/// The connection to one peer, over one wire. Endpoint has a link for each peer, and is otherwise
 /// independent of the wires.
 ///
 /// A wire implements this class and a function that creates a connected link from a LinkContext;
-/// each wire decides how peers meet. The parts of a link:
+/// each wire decides how peers find each other. The parts of a link:
 ///
-/// - Sending: send() accepts a message at once, whatever the peer does. Bytes that find no room
-///   wait in the link, with their owner, and are sent by progress().
+/// - Sending: send() accepts a message at once, regardless of what the peer does. Bytes for which
+///   there is no room wait in the link, with their owner, and are sent by progress().
 /// - Reserving: a wire on which a sender writes into slots may lend a slot's memory before the
 ///   message exists, so that a device writes into it: reserve(), then publish(). The memory stays
-///   mapped as long as its pointer lives, even after the end of the link, because a device that
-///   writes cannot be stopped.
+///   mapped as long as its pointer lives, even after the end of the link, because a device that is
+///   writing cannot be stopped.
 /// - Receiving: progress() passes every complete message to LinkEvents::arrived(), even if no call
 ///   waits for it. The last owner of a message's bytes releases them on any thread and without the
-///   lock, also after the end of the link. If that gives room back to the sender, note it in an
+///   lock, even after the end of the link. If that gives room back to the sender, note it in an
 ///   atomic that the message shares with the link, call bell->wake_service(), and tell the peer in
 ///   progress().
 /// - Waking: a link that has descriptors() makes the endpoint run a service thread. It sleeps in
@@ -95,23 +95,23 @@ class Link {
     virtual void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
                       LinkEvents& events) = 0;
 
-    /// Returns memory of a slot for a message of this size, or null if there is none now or the
-    /// wire has none; then use send(). Never waits.
+    /// Returns memory of a slot for a message of this size, or null if no slot is free now or the
+    /// wire has no slots; in that case, use send(). Never waits.
     virtual std::shared_ptr<std::byte> reserve(std::uint64_t /*num_bytes*/) { return nullptr; }
 
     /// Sends a message whose bytes are in memory from reserve(); only while the state is kOpen.
-    /// Throws std::invalid_argument if they are elsewhere. Never waits.
+    /// Throws std::invalid_argument if the bytes are elsewhere. Never waits.
     virtual void publish(Message, LinkEvents&) {
         throw std::invalid_argument("nothing is reserved on this wire");
     }
 
-    /// Does all work that needs no wait. Returns whether a waiting caller should check again: a
-    /// message arrived, the last queued send was completed, or the state changed.
+    /// Does all work that can be done without waiting. Returns whether a waiting caller should
+    /// check again: a message arrived, the last queued send was completed, or the state changed.
     virtual bool progress(LinkEvents& events) = 0;
 
     /// Informs the link whether the caller waits, possibly for a message of this link. A link that
     /// bounds unclaimed messages must receive more during the wait, here and in progress(), because
-    /// the awaited message may be behind them.
+    /// the awaited message may be queued behind them.
     virtual void demand(bool /*wanted*/, LinkEvents&) {}
 
     virtual PeerState state() const noexcept = 0;
@@ -126,15 +126,15 @@ class Link {
     virtual void say_aborted(const std::string& reason, LinkEvents& events) = 0;
 
     /// Notifies the peer that no message follows. Afterwards, for a short time only, the endpoint
-    /// calls progress() until parted() reports that the peer has all messages. Then it destroys the
-    /// link.
+    /// calls progress() until parted() reports that the peer has received all messages. Then it
+    /// destroys the link.
     virtual void say_closed(LinkEvents& events) = 0;
     virtual bool parted() const noexcept { return true; }
 
     /// The descriptors that the service thread sleeps on; constant for the lifetime of the link.
     virtual std::vector<int> descriptors() const { return {}; }
 
-    /// When to call progress() at the latest, without an event on a descriptor.
+    /// The latest time at which to call progress() if there is no event on a descriptor.
     virtual Deadline next_progress() const noexcept { return kNever; }
 };
 

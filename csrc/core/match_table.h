@@ -23,16 +23,16 @@ struct Arrival {
     }
 };
 
-/// The messages that have arrived and were not taken. They can be taken in any order, except that
-/// messages with the same source and tag are taken in the order of sending. Not synchronised.
+/// The messages that have arrived and have not been taken. They can be taken in any order, except
+/// that messages with the same source and tag are taken in the order of sending. Not synchronised.
 class MatchTable {
   public:
     void add(int source, Message message);
 
     std::optional<Message> take(int source, std::uint64_t tag);
 
-    /// Returns the sources and tags of messages added since the last call and not taken, in order
-    /// of arrival.
+    /// Returns the sources and tags of the messages that were added since the last call and have
+    /// not been taken, in order of arrival.
     std::vector<Arrival> take_news();
 
     bool has_news() const { return !news_.empty(); }

@@ -93,8 +93,8 @@ void apply_cgroup_and_parents(MemoryBudget* budget, const CgroupNames& names,
 }
 
 /// Lines of /proc/self/cgroup are "0::PATH" (v2) or "ID:CONTROLLER,...:PATH" (v1). In a container,
-/// the path may be that of the host, which is invisible here; then the limit of the container is at
-/// the mount point.
+/// the path may be that of the host, which is invisible here; in that case, the limit of the
+/// container is at the mount point.
 void apply_own_cgroups(MemoryBudget* budget, const std::string& root) {
     std::ifstream file(root + "/proc/self/cgroup");
     for (std::string line; std::getline(file, line);) {

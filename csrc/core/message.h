@@ -21,7 +21,7 @@ struct MessageInfo {
 };
 
 /// A message that has arrived. The last copy of `bytes` returns the memory to where it came from,
-/// on the thread that destroys it. A message without bytes has a null pointer.
+/// on the thread that destroys that copy. A message without bytes has a null pointer.
 struct Message {
     MessageInfo info;
     std::shared_ptr<std::byte> bytes;

@@ -14,12 +14,13 @@
 
 namespace megatron_ext {
 
-/// The sending end of an arena, with a queue of messages that wait for room. Not synchronised.
+/// The sending end of an arena, with a queue of messages that are waiting for room. Not
+/// synchronised.
 ///
 /// A slot may be lent before its message exists: reserve(), then publish(). In between, a device
 /// may write the slot, and cannot be stopped. So a slot that is never published is never reused,
-/// and its memory stays mapped as long as the pointer from reserve(), even after the outbox is
-/// gone.
+/// and its memory stays mapped as long as the pointer from reserve() exists, even after the outbox
+/// is gone.
 class Outbox {
   public:
     /// `bell` belongs to the receiver.
@@ -37,7 +38,7 @@ class Outbox {
     std::shared_ptr<std::byte> reserve(std::uint64_t num_bytes);
 
     /// Sends a message in memory from reserve(), after the queued ones. Throws
-    /// std::invalid_argument if it is elsewhere.
+    /// std::invalid_argument if the message is stored elsewhere.
     void publish(Message message, LinkEvents& events);
 
     /// Copies queued messages; `events` gets the owners of completed ones. If messages remain
@@ -70,7 +71,7 @@ class Outbox {
     std::shared_ptr<ProcessBell> bell_;
     bool checksums_;
     std::vector<std::uint32_t> free_slots_;
-    std::vector<std::uint32_t> reserved_;  // lent and not published
+    std::vector<std::uint32_t> reserved_;  // lent but not yet published
     std::deque<Pending> queue_;
     std::uint64_t next_sequence_ = 0;
 };

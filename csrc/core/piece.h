@@ -34,13 +34,13 @@ void seal(Descriptor& piece) noexcept;
 /// Returns whether a descriptor matches its checksum.
 bool is_intact(const Descriptor& piece) noexcept;
 
-/// Returns the descriptor for `piece_bytes` of a message from `offset_bytes` on, which are stored
-/// at `bytes`.
+/// Returns the descriptor for the `piece_bytes` bytes of a message that start at `offset_bytes` and
+/// are stored at `bytes`.
 Descriptor describe_piece(const MessageInfo& info, std::uint64_t sequence,
                           std::uint64_t offset_bytes, std::uint64_t piece_bytes,
                           const std::byte* bytes, bool with_checksum);
 
-/// The metadata of the message that a piece belongs to.
+/// The metadata of the message to which a piece belongs.
 MessageInfo info_of(const Descriptor& piece);
 
 /// A checksum that detects damaged, swapped and missing bytes; not cryptographic.

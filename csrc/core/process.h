@@ -8,10 +8,10 @@
 namespace megatron_ext {
 
 /// Remembers the process that created it, to distinguish this process from forked children. A check
-/// costs one load; the system call getpid() would take a tenth of the time of a message.
+/// costs one load; the system call getpid() would take a tenth of the time that a message takes.
 ///
-/// Concurrency: any thread. It detects the children of libc's fork() and of all of Python's
-/// functions, but not those of a bare clone().
+/// Concurrency: any thread may call every member. The class detects the children of libc's fork()
+/// and of all of Python's functions, but not those of a bare clone().
 class Process {
   public:
     /// Remembers the calling process. Throws TransportError if forks cannot be detected.

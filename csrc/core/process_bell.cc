@@ -16,7 +16,7 @@ namespace megatron_ext {
 /// Words for different purposes are on different cache lines. All are initially zero.
 struct ProcessBell::Page {
     alignas(64) std::uint32_t bell;
-    /// Number of the owner's threads that sleep on the bell, or are about to.
+    /// Number of the owner's threads that sleep on the bell, or are about to sleep on it.
     alignas(64) std::atomic<std::uint32_t> sleepers;
     std::atomic<std::uint32_t> listens;
     alignas(64) std::atomic<std::uint32_t> control_news;

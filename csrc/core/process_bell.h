@@ -14,8 +14,9 @@ namespace megatron_ext {
 ///
 /// A bell consists of a page of shared memory and an eventfd. The thread that calls the endpoint
 /// sleeps on a futex in the page; the service thread sleeps in epoll, where rings reach it through
-/// the eventfd if it listens. A ring costs a system call only if a thread sleeps or listens, which
-/// the page shows. Each word is cleared by one process only, so a death leaves nothing behind.
+/// the eventfd if it listens. A ring costs a system call only if a thread sleeps or listens, and
+/// the page shows whether one does. Each word is cleared by only one process, so the death of a
+/// process leaves nothing to clean up.
 ///
 /// Concurrency: any thread may call every member. All objects that may ring the bell share it, so
 /// it outlives the endpoint as long as there are unreleased messages.

@@ -15,17 +15,18 @@ namespace megatron_ext {
 /// allocates all pages, so missing memory is an error there and never a SIGBUS later. The size is
 /// sealed: no process can shrink or grow it.
 ///
-/// Ownership: a Segment owns its mapping and its descriptor; pointers into data() die with it.
-/// Objects of different processes (or several in one process) are independent of each other.
-/// Concurrency: any thread may call every member. The bytes are not synchronised: processes that
-/// share them need atomics or a Doorbell. After fork(), parent and child share the mapping.
+/// Ownership: a Segment owns its mapping and its descriptor; pointers into data() become invalid
+/// when the Segment is destroyed. Objects in different processes, and several objects in one
+/// process, are independent of each other. Concurrency: any thread may call every member. The bytes
+/// are not synchronised: processes that share them need atomics or a Doorbell. After fork(), parent
+/// and child share the mapping.
 class Segment {
   public:
     /// Creates a segment of `size_bytes` zero bytes. Throws std::invalid_argument for 0 or an
     /// unusable size, and TransportError with the number of bytes if there is not enough memory.
     static Segment create(std::size_t size_bytes);
 
-    /// Maps the segment behind `fd` and takes ownership of `fd`, also if it throws. Throws
+    /// Maps the segment behind `fd` and takes ownership of `fd`, even if it throws. Throws
     /// TransportError unless `fd` is a complete, sealed segment of this version of the package.
     static Segment attach(UniqueFd fd);
 

@@ -5,7 +5,7 @@
 namespace megatron_ext {
 
 /// Every wait of the core ends at a point on the monotonic clock, so neither a change of the wall
-/// clock nor repeated interruptions by signals move its end.
+/// clock nor a series of interruptions by signals moves its end.
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 inline constexpr Deadline kNever = Deadline::max();

@@ -62,7 +62,8 @@ std::uint32_t smallest_write_limit(const std::vector<RdmaSource>& sources) {
     return limit;
 }
 
-/// Runs a step that the peer runs too. Returns why it failed at either end; empty if it succeeded.
+/// Runs a step that the peer runs too. Returns why it failed at either end; empty if it succeeded
+/// at both ends.
 template <typename Step>
 std::string try_together(const RdmaChannel::Exchange& exchange, const std::string& peer,
                          Step step) {
@@ -276,7 +277,7 @@ void RdmaChannel::receive() {
 
 void RdmaChannel::take(const verbs::WorkCompletion& completion) {
     if (completion.opcode == verbs::kWcReceiveWithImmediate) {
-        arrived(ntohl(completion.immediate));  // first: post_receive() may throw
+        arrived(ntohl(completion.immediate));  // done first, because post_receive() may throw
         queue_pair_.post_receive();
         return;
     }

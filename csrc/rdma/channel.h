@@ -18,14 +18,14 @@ namespace megatron_ext {
 ///
 /// The sender has a mirror of the receiver's arena, to which its Outbox publishes pieces. send()
 /// writes each piece to the same slot of the real arena: first the bytes, then the descriptor, with
-/// the slot number as immediate data. When that completes at the receiver, its receive() publishes
-/// the piece to its Inbox. Released slots return as credits: empty writes with the slot number as
-/// immediate data. A slot of the mirror is free once its credit has arrived and its write is
-/// complete. One queue pair serves both directions.
+/// the slot number as immediate data. When the last write completes at the receiver, the receiver's
+/// receive() publishes the piece to its Inbox. Released slots return as credits: empty writes with
+/// the slot number as immediate data. A slot of the mirror is free once its credit has arrived and
+/// its write is complete. One queue pair serves both directions.
 ///
 /// Flow control: each slot has at most one piece and one credit in flight. So a receive request is
-/// always posted for either, and the completion queue never overflows. Only connect() waits. There
-/// is no thread: all work is done in calls.
+/// always posted for each of them, and the completion queue never overflows. Only connect() waits.
+/// There is no thread: all work is done in calls.
 ///
 /// Ownership: the channel maps both arenas itself. Not synchronised. Every call may throw
 /// RdmaError, after which the object can only be destroyed.
@@ -38,10 +38,10 @@ class RdmaChannel {
     RdmaChannel(const std::string& peer, ArenaSize size, int inbox_fd,
                 std::vector<RdmaSource> sources, const RdmaSettings& settings);
 
-    /// Connects to the peer, which must call this too; `is_first` on exactly one of the two. Tries
-    /// pairs of both ends' sources, best first, until each end has written a packet of full size to
-    /// the other: devices accept a connection even without a route. Throws RdmaError if no pair
-    /// works.
+    /// Connects to the peer, which must call this too; `is_first` must be true at exactly one of
+    /// the two ends. Tries pairs of both ends' sources, best first, until each end has written a
+    /// packet of full size to the other: devices accept a connection even without a route. Throws
+    /// RdmaError if no pair works.
     void connect(const Exchange& exchange, bool is_first, Deadline deadline, InterruptCheck check);
 
     /// The arena for messages to the peer, for an Outbox.
@@ -52,15 +52,15 @@ class RdmaChannel {
     void receive();
 
     /// Writes the pieces that the Outbox has published, and a credit for each slot that the Inbox
-    /// has released. Call it after either, and whenever the Inbox rings its bell, which it does at
-    /// the next release.
+    /// has released. Call it after either of these, and whenever the Inbox rings its bell, which it
+    /// does at the next release.
     void send();
 
     /// Posts an empty write if no other is in flight. If the peer's device does not acknowledge it,
-    /// receive() throws. For senders that have waited for credits for a long time.
+    /// receive() throws. Meant for senders that have waited for credits for a long time.
     void probe();
 
-    /// Pieces posted but not complete.
+    /// Number of pieces that are posted but not complete.
     std::uint32_t num_in_flight() const noexcept { return num_in_flight_; }
 
     /// To sleep: arm(), then receive() and send(), then wait until a descriptor is readable.

@@ -144,7 +144,7 @@ std::string reason_against(const RdmaPort& port, const RdmaSettings& settings,
     return "has no RoCE v2 GID of a network between hosts" + have;
 }
 
-/// Collects the usable ports of the devices, and the reasons against the others.
+/// Collects the usable ports of the devices, and the reasons why the other ports are not usable.
 struct Search {
     void look_at(const RdmaDevice& device) {
         if (!is_allowed(settings, device.name, 0)) {

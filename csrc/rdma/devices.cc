@@ -16,7 +16,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// The library's list of devices, which are valid as long as this object.
+/// The library's list of devices, which are valid as long as this object exists.
 class DeviceList {
   public:
     explicit DeviceList(const verbs::Library& library) : library_(library) {

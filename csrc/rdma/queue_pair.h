@@ -31,7 +31,7 @@ using RegisteredMemory = RdmaHandle<verbs::MemoryRegion>;
 /// Life cycle: constructor, begin(), connect(), writes; begin() again after a failed connect().
 class QueuePair {
   public:
-    /// Maximum number of outstanding requests. The caller counts them.
+    /// Maximum number of outstanding requests. The caller must count them.
     struct Depth {
         std::uint32_t sends;
         std::uint32_t receives;
@@ -63,10 +63,11 @@ class QueuePair {
     std::optional<verbs::WorkCompletion> poll(const std::string& what);
 
     /// Makes fd() readable at the next completion. Then call poll() until it returns nothing: a
-    /// completion may have arrived before.
+    /// completion may have arrived before this call.
     void arm();
 
-    /// Readable when poll() has work: fd() at a completion since arm(), async_fd() at a port event.
+    /// Readable when poll() has work: fd() after a completion since arm(), async_fd() after a port
+    /// event.
     int fd() const noexcept { return channel_->fd; }
     int async_fd() const noexcept { return context_->async_fd; }
 

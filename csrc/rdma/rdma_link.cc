@@ -68,7 +68,7 @@ void RdmaLink::write(LinkEvents& events) {
     }
     if (outbox_.num_queued() != 0 && next_probe_ == kNever) {
         next_probe_ = Clock::now() + kProbePeriod;
-        context_.bell->wake_service();  // the thread sleeps without the deadline of the probe
+        context_.bell->wake_service();  // the thread is sleeping without the probe's deadline
     }
 }
 
@@ -78,7 +78,8 @@ bool RdmaLink::progress(LinkEvents& events) {
     const bool had_queued = counts().num_queued != 0;
     bool arrived = false;
     if (state_ == PeerState::kOpen) {
-        // Read notices first: messages that were sent before a close notice have arrived then.
+        // Read notices first: once a close notice has been read, all messages that were sent before
+        // it have arrived.
         look_at_control(events);
         try {
             arrived = move_messages(events);

@@ -1,9 +1,9 @@
 #pragma once
 
 // The part of libibverbs' binary interface that this package uses. It is declared here, so that a
-// build needs no header of rdma-core, and every wheel can use RDMA on a host with libibverbs. The
-// interface has been stable since symbol version IBVERBS_1.1. tests/test_verbs_abi.cc compares each
-// size, offset and value with the system's header if that is installed.
+// build does not need rdma-core's headers, and every wheel can use RDMA on a host with libibverbs.
+// The interface has been stable since symbol version IBVERBS_1.1. tests/test_verbs_abi.cc compares
+// each size, offset and value with the system's header if that is installed.
 
 #include <pthread.h>
 

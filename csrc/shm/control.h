@@ -9,7 +9,7 @@
 
 namespace megatron_ext {
 
-/// The control connection of two processes, a unix socket (SOCK_SEQPACKET) for close and abort
+/// The control connection between two processes: a unix socket (SOCK_SEQPACKET) for close and abort
 /// notices. If it ends without a notice, the peer has died. A pidfd, where available, also detects
 /// that the process has exited, because children of the peer may hold the socket open. Not
 /// synchronised.
@@ -19,12 +19,13 @@ class Control {
 
     int socket() const noexcept { return socket_.get(); }
 
-    /// Reads notices without waiting and returns the peer's state, which never returns to kOpen.
+    /// Reads notices without waiting and returns the peer's state, which never changes back to
+    /// kOpen.
     PeerState update();
 
     PeerState state() const noexcept { return state_; }
 
-    /// Returns why the peer aborted; empty if it did not.
+    /// Returns why the peer aborted; empty if it did not abort.
     const std::string& reason() const noexcept { return reason_; }
 
     /// Notifies the peer, if it is still there and its socket has room.

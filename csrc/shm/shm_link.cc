@@ -43,7 +43,8 @@ void ShmLink::publish(Message message, LinkEvents& events) {
 }
 
 bool ShmLink::progress(LinkEvents& events) {
-    // Read notices first: the messages that the peer sent before its end have arrived then.
+    // Read notices first: once a notice has been read, all messages that the peer sent before it
+    // have arrived.
     bool changed = look_at_control();
     if (outbox_->num_queued() != 0 && control_.state() == PeerState::kOpen) {
         outbox_->push(events);

@@ -30,7 +30,7 @@ class ShmLink final : public Link {
     /// The memory that receives the peer's messages.
     const Arena& arena() const noexcept { return inbox_.arena(); }
 
-    /// The peer's memory that receives the messages of this process. After accept().
+    /// The peer's memory that receives the messages of this process. Call it only after accept().
     const Arena& peer_arena() const noexcept { return outbox_->arena(); }
 
     const char* wire() const noexcept override { return "shm"; }

@@ -16,7 +16,8 @@ inline constexpr std::uint32_t kAbortedMagic = 0x4D455241;  ///< piece_bytes of 
 
 inline constexpr std::uint64_t kMaxReasonBytes = 4096;
 
-/// Longer messages are sent in pieces of this size, so that other frames can pass between them.
+/// Longer messages are sent in pieces of this size, so that other frames can be sent between the
+/// pieces.
 inline constexpr std::uint64_t kTcpPieceBytes = std::uint64_t{1} << 19;
 
 /// Cost that a sender may use before the receiver grants more. With a lower value, a sender of tiny

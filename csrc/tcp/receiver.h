@@ -55,7 +55,7 @@ class TcpReceiver {
 
     int source_;
     Assembly assembly_;
-    std::vector<std::byte> buffer_;  // bytes begin_ to end_ are read but not parsed
+    std::vector<std::byte> buffer_;  // bytes begin_ to end_ have been read but not parsed
     std::size_t begin_ = 0;
     std::size_t end_ = 0;
     bool in_frame_ = false;

@@ -13,8 +13,8 @@
 
 namespace megatron_ext {
 
-/// The sending half of a TCP link: queues of frames that wait for the socket and of messages that
-/// wait for room at the receiver. Not synchronised.
+/// The sending half of a TCP link: queues of frames that are waiting for the socket, and of
+/// messages that are waiting for room at the receiver. Not synchronised.
 class TcpSender {
   public:
     explicit TcpSender(bool checksums) : checksums_(checksums) {}
@@ -44,13 +44,13 @@ class TcpSender {
         std::uint64_t sent_bytes = 0;
     };
 
-    /// A descriptor with its bytes, and how many of them are written.
+    /// A descriptor with its bytes, and the number of bytes that have been written.
     struct Frame {
         Descriptor head{};
         const std::byte* body = nullptr;
         std::string text;             // the body of a control frame
         std::shared_ptr<void> owner;  // of the body of a piece
-        bool ends_message = false;    // the first in the queue
+        bool ends_message = false;    // ends the first message in the queue
         std::uint64_t written = 0;
     };
 

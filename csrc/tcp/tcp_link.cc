@@ -20,8 +20,8 @@
 namespace megatron_ext {
 namespace {
 
-/// Maximum number of bytes that one progress() reads, so that the other links and the caller get
-/// their turn, and the grant grows before the peer has used it up.
+/// Maximum number of bytes that one call of progress() reads, so that the other links and the
+/// caller get their turn, and the grant grows before the peer has used it up.
 constexpr std::uint64_t kReadBytes = kFirstRoom / 4;
 
 void set_option(int socket, int level, int name, int value) {
@@ -121,7 +121,7 @@ bool TcpLink::progress(LinkEvents& events) {
     bool changed = receive(events);
     allow_what_is_due();
     if (const int error_number = write(events)) {
-        changed |= receive(events);  // a notice of the peer may give the reason
+        changed |= receive(events);  // a notice from the peer may give the reason
         ended_ = true;
         leave_open(PeerState::kDied, error_text(error_number));
     }
@@ -172,7 +172,7 @@ void TcpLink::take_control() {
     }
 }
 
-/// Returns the message with an owner that gives its room back when it is released.
+/// Returns the message with an owner that gives the room back when the message is released.
 Message TcpLink::hold(Message message) {
     const std::uint64_t cost = cost_of_message(message.info.num_bytes);
     held_->hold();
@@ -221,14 +221,15 @@ int TcpLink::write(LinkEvents& events) {
     }
     if (next_look_ == kNever) {
         next_look_ = Clock::now() + look_period();
-        bell_->wake_service();  // the thread sleeps with another deadline
+        bell_->wake_service();  // the thread is sleeping with a different deadline
     }
     return sender_.write(socket_.get(), events);
 }
 
 /// After `silence_ms_`, the kernel ends a connection whose data waits, even if the peer's host
-/// answers but has no room, because its process is stopped or starved of CPU. So the limit is off
-/// while data waits, all sent data is acknowledged, and the host answers probes for room.
+/// answers but has no room, because its process is stopped or starved of CPU. So the limit is
+/// disabled while data is waiting, if all sent data has been acknowledged and the host answers
+/// probes for room.
 void TcpLink::look_at_window() noexcept {
     if (Clock::now() < next_look_) {
         return;

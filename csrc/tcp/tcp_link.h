@@ -23,9 +23,9 @@ namespace megatron_ext {
 /// The grant is the receiver's room plus the cost of the messages released so far. A message in
 /// progress may always be completed, because all of its memory is allocated at its first piece.
 /// While the receiver waits, it extends the grant as soon as half of it has arrived, because the
-/// awaited message may be behind others; so no order of receives blocks a sender. The service
-/// thread reads everything else from the peer at once, whatever this process computes: close and
-/// abort notices, and the end of the connection.
+/// awaited message may be queued behind others. So no order of receives blocks a sender. The
+/// service thread reads everything else from the peer at once, regardless of what this process is
+/// computing: close and abort notices, and the end of the connection.
 class TcpLink final : public Link {
   public:
     /// `socket` is connected to the authenticated peer. A peer is considered dead if its host
@@ -73,7 +73,7 @@ class TcpLink final : public Link {
     std::uint64_t allowed_ = kFirstRoom;  // cost that the peer may send, from the beginning
     PeerState state_ = PeerState::kOpen;
     std::string reason_;
-    bool demanded_ = false;  // the caller waits
+    bool demanded_ = false;  // the caller is waiting
     bool ended_ = false;     // no further frame can arrive
     bool mute_ = false;      // no further frame can be sent
     bool window_is_full_ = false;

@@ -1,7 +1,7 @@
 """Computes the actions in a disaggregated table: F on forward ranks, R and B on backward ranks.
 
 A forward rank runs F without a graph and sends its outputs to both roles. A backward rank runs R,
-which builds the graph for one micro-batch, and then B, so it holds the graph for only one
+which builds the graph for one micro-batch, and then B, so the rank holds the graph of only one
 micro-batch at a time.
 """
 
@@ -34,8 +34,8 @@ class RoleEnds:
 
     job: Job
     shape: tuple[int, ...] | None
-    """Shape `[s, b, h]` of activations and gradients between stages. None: each message carries its
-    shape."""
+    """Shape `[s, b, h]` of activations and gradients between stages. None if each message carries
+    its own shape."""
     dtype: torch.dtype
     num_layers: int | None
     """Number of transformer layers in this stage if it ships their outputs, otherwise None."""
@@ -79,7 +79,7 @@ class RoleEnds:
         return transfer.peer >= self.job.ranks.pp
 
     def _shipped_shape(self, num_layers: int) -> tuple[int, ...] | None:
-        """Return the shape of a stage's shipped activations; None if each message carries it."""
+        """Return the shape of a stage's shipped activations; None if messages carry it."""
         if self.shape is None:
             return None
         stage = self.job.place.pp
@@ -151,7 +151,7 @@ class ForwardCompute(StageCompute):
         tensors = [tensor for tensor in inputs if tensor is not None]
         tensors += saved.outputs
         if not is_last and saved.outputs:
-            tensors.pop()  # the next stage ships it, as its input
+            tensors.pop()  # the next stage ships this output, as its own input
         if tensors:
             packed = torch.stack(tensors)
         else:

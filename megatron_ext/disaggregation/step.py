@@ -1,4 +1,4 @@
-"""Runs a training step for one role, and exchanges values between the roles between steps.
+"""Runs a training step for one role and, between steps, exchanges values with the other role.
 
 The step replaces `forward_backward_pipelining_without_interleaving` of
 `megatron/core/pipeline_parallel/schedules.py`, with the same arguments and results. A forward rank
@@ -90,7 +90,8 @@ def forward_backward(
     if not runtime.is_evaluating:
         runtime.weights.transfer()
     if call.get("forward_only"):
-        # Backward ranks wait for the evaluation to finish, as long as it makes progress.
+        # Backward ranks wait for the evaluation to finish, as long as the evaluation makes
+        # progress.
         beat()
         with _explaining_failures(runtime.wire):
             groups = default_groups()
@@ -236,7 +237,7 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
 
 
 def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the activation shape between stages; None: each message carries its shape."""
+    """Return the activation shape between stages; None if each message carries its own shape."""
     # A separate stage for multi-token prediction passes on hidden states for several depths.
     if config.variable_seq_lengths or config.mtp_standalone:
         return None
@@ -255,7 +256,7 @@ def _open_wire(job: Job, device: torch.device) -> Transport:
     """
     config = active.required().config
     assert config.wire != "torch", "the configuration refuses it"
-    # Neighbours are the same stage in the other role (in all replicas, if each replica holds a
+    # The neighbours are the same stage in the other role (in all replicas, if each replica holds a
     # shard of the weights), and the adjacent stages in both roles. The relation is symmetric, so
     # each connection has two ends.
     place = job.place

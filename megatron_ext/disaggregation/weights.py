@@ -216,7 +216,7 @@ class WeightSender(_Side):
         """
         # Send before the step instead of after the optimizer, because a training loop may change
         # weights between steps, for example by pruning, clipping or averaging. Send every weight,
-        # because a write to `.data` leaves no trace.
+        # because a write to `.data` cannot be detected.
         self._send_buffers()
         self._wire.begin([], 1)
         # Don't flush, because this step's forward passes overlap with these sends.
@@ -236,7 +236,8 @@ class WeightSender(_Side):
             dtype = str(buffer.dtype).removeprefix("torch.")
             forms.append(_BufferForm(name, dtype, list(buffer.shape)))
             contents.append(buffer.detach().reshape(-1).view(torch.uint8))
-        # Use two wire steps, because only the first message tells whether a second one follows.
+        # Use two wire steps, because only the first message tells the receiver whether a second one
+        # follows.
         self._wire.begin([], 1)
         header = _message(self._job, 0, header=True)
         self._isend(_encoded(forms), self._twins, header)
@@ -437,7 +438,7 @@ def _unpack(bucket: _Bucket, shards: Sequence[torch.Tensor]) -> None:
         matrices = [part.view(shape) for part in parts]
         if weight.gated:
             # Each shard holds parts of both matrices. The whole weight holds all parts of the first
-            # matrix, followed by all parts of the second.
+            # matrix, followed by all parts of the second matrix.
             gates = []
             values = []
             for matrix in matrices:

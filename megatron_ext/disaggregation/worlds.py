@@ -38,7 +38,7 @@ _LOG = logging.getLogger(__name__)
 _PREFIX = "megatron_ext/fbd"
 _BEATS = f"{_PREFIX}/beats"
 _ENDED = f"{_PREFIX}/ended"
-# Pauses between checks for a value grow from the first to the longest.
+# While a process waits for a value, the pauses between checks grow from the first to the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
 
 
@@ -62,7 +62,7 @@ class RoleRuntime:
 
 @dataclass
 class Roles:
-    """State of a process with a role, as long as its configuration is active."""
+    """State of a process with a role; exists as long as the process's configuration is active."""
 
     store: Store
     """Shared by the processes in both roles."""
@@ -126,7 +126,7 @@ def beat() -> None:
 
 @contextmanager
 def ending_both_roles() -> Iterator[None]:
-    """Make the other role exit too if Megatron calls `sys.exit()` in the block.
+    """Make the other role exit as well if Megatron calls `sys.exit()` in the block.
 
     Megatron does so if a checkpoint is missing or unreadable. The exit code is 0, which launchers
     do not treat as a failure, so the other role would keep waiting for this role.

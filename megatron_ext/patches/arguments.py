@@ -44,7 +44,8 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         ):
             action.type = _Converter(convert, has_choices=action.choices is not None)
     action_of = {action.dest: action for action in parser._actions}
-    # Upstream's choices contain only the backends for CUDA devices and hosts; add this device's.
+    # Upstream's choices contain only the backends for CUDA devices and hosts; add this device's
+    # backend.
     backend = action_of.get("distributed_backend")
     if backend is not None:
         choices = list(backend.choices or ())
@@ -124,8 +125,8 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
             "its schedule by flags; use the flags, or deconfigure first"
         )
     REGISTRY.raise_mismatches()
-    # Run before upstream's checks: a schedule changes some arguments, because Megatron hosts it
-    # with other sizes, and upstream must derive further values from the changed ones.
+    # Run before upstream's checks: a schedule changes some arguments, because Megatron is set up
+    # with other sizes for it, and upstream must derive further values from the changed ones.
     script_defaults = None
     # Upstream's tools validate arguments too, but do not train.
     if is_pretraining(sys.argv[0]):

@@ -35,8 +35,8 @@ def _keep_padding_of_buckets(
     call: Call, instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """Megatron gathers states without the padding between buckets, but reads them at offsets that
-    include it. After a padded bucket (tied embeddings have their own), Megatron saves parameters
-    mixed with parts of their neighbours.
+    include the padding. After a padded bucket (tied embeddings have a separate bucket), Megatron
+    saves parameters mixed with parts of their neighbours.
     """
     # Change the sizes only during this call, because the other checkpoint formats store sizes
     # without the padding.
@@ -61,7 +61,7 @@ def _keep_padding_of_buckets(
 )
 def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron asserts that all parameters have the same step, but before the first step, when the
-    loader asks for the state, torch's Adam has none.
+    loader asks for the state, torch's Adam has no steps.
     """
     import torch
 
@@ -180,7 +180,8 @@ def _with_enums_by_value(call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     """Python 3.11.0 to 3.11.3 pickle enums in a form that torch's loader rejects, so no run can
     resume from such a checkpoint.
     """
-    # Newer Pythons pickle a member as a call to its class with the value, which the loader accepts.
+    # Newer Pythons pickle a member as a call to the member's class with the value, which the loader
+    # accepts.
     from megatron.core.safe_globals import SAFE_GLOBALS
 
     enum_classes = []

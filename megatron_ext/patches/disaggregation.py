@@ -179,8 +179,8 @@ def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     when=lambda: (job := active.job()) is not None and job.ends_by_itself,
 )
 def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Megatron decides within one role whether the time is up or a signal has arrived, but both
-    roles must stop together.
+    """Megatron decides within one role whether the time limit is reached or a signal has arrived,
+    but both roles must stop together.
     """
     from megatron_ext.disaggregation.step import share_exit
 
@@ -226,8 +226,8 @@ def _sort_experts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 
 @PATCHES.row("disaggregation.end", "megatron.training.one_logger_utils:finish")
 def _leave(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron ends each job on its own, but both roles must shut down together. This is Megatron's
-    last call before it exits, also with --exit-interval.
+    """Megatron shuts down each job separately, but both roles must shut down together. This is
+    Megatron's last call before it exits, even with --exit-interval.
     """
     from megatron_ext.disaggregation.worlds import leave
 

@@ -29,7 +29,8 @@ _LOG = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).with_name("fingerprints")
 _NOTHING = "nothing"
-# Fields of syntax nodes that have no effect at run time, or that exist only in some Pythons.
+# Fields of syntax nodes that have no effect at run time, or that exist only in some versions of
+# Python.
 _IGNORED = frozenset(
     {"annotation", "ctx", "kind", "returns", "type_comment", "type_params"}
 )
@@ -91,8 +92,8 @@ def log(
         )
     elif releases.is_newer_than_known(release):
         _LOG.warning(
-            "Megatron %s is newer than this package knows (%s); all functions that the features "
-            "in use rely on are the same as in %s",
+            "Megatron %s is newer than the supported releases (%s); all functions that the "
+            "features in use rely on are the same as in %s",
             releases.core_version(),
             SUPPORTED,
             releases.reference().version,
@@ -134,7 +135,7 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
 
 def _mismatch(target: str, expected: str, actual: str) -> UpstreamMismatch:
     # Force the installation: pip keeps an installed version that is within the range, even if its
-    # files were edited.
+    # files have been edited.
     remedy = f"pip install --force-reinstall --no-deps 'megatron-core{SUPPORTED}'"
     if (
         target.startswith(("megatron.legacy.", "megatron.training."))
@@ -187,9 +188,9 @@ def fingerprint_of_source(source: str) -> dict[str, str]:
 
 
 def _meaning(node: Any) -> Any:
-    """Return syntax as nested tuples, equal on every Python, without parts that have no effect."""
+    """Return syntax as nested tuples, equal in every Python, without parts that have no effect."""
     # Changes to comments, docstrings, layout or annotations are therefore not drift. `ast.dump` and
-    # `ast.unparse` cannot be used, because their text differs between Pythons.
+    # `ast.unparse` cannot be used, because their text differs between versions of Python.
     if isinstance(node, ast.JoinedStr):  # Python 3.12 appends an empty string to some
         node.values = [
             value for value in node.values if getattr(value, "value", None) != ""

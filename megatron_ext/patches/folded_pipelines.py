@@ -88,7 +88,7 @@ def _place_segment(
     kind="replace",
 )
 def _of_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron assumes that the last rank holds the last stage, but the first one does."""
+    """Megatron assumes that the last rank holds the last stage, but the first rank holds it."""
     # Look up the function at each call, because it may be patched too.
     twin = call.__name__.replace("last", "first")
     return getattr(sys.modules[call.__module__], twin)(*args, **kwargs)
@@ -116,8 +116,8 @@ def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> b
 
 @PATCHES.row("placement.embedding_groups", f"{_STATE}:initialize_model_parallel")
 def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron puts the last rank into the embedding group, so the first rank would wait for it
-    forever.
+    """Megatron puts the last rank into the embedding group, so the first rank would wait for the
+    last rank forever.
     """
     # The first rank holds both copies of the embedding, so the group contains only this rank.
 
@@ -154,7 +154,7 @@ def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
 def _skip_without_embeddings(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> None:
-    """Megatron reads an attribute that says if the embedding is tied; custom modules lack it."""
+    """Megatron reads whether the embedding is tied from an attribute that custom modules lack."""
     from megatron_ext.runtime.folded import language_model
 
     chunks = args[0] if args else kwargs["model"]
@@ -181,7 +181,7 @@ def _tie(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @PATCHES.row("placement.train_step", f"{_TRAINING}:train_step")
 def _share_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The last rank logs, but the first has the losses."""
+    """The last rank logs the losses, but only the first rank has them."""
     from megatron_ext.runtime.folded import share_losses, share_mtp_losses
 
     losses, *further_results = call(*args, **kwargs)
@@ -191,11 +191,11 @@ def _share_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @PATCHES.row("placement.evaluate", f"{_TRAINING}:evaluate")
 def _share_evaluation(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The last rank logs, but the first has the losses."""
+    """The last rank logs the losses, but only the first rank has them."""
     from megatron_ext.runtime.folded import share_losses
 
     losses, *further_results = call(*args, **kwargs)
-    if losses is not None:  # None if the time limit was reached
+    if losses is not None:  # None if the time limit has been reached
         losses = share_losses(losses)
     return losses, *further_results
 
@@ -309,7 +309,7 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
             if not active.is_folded()
             else check_format(lambda: loaded, None, (), {})
         )
-    # `_name_stages` has added the stages to the version; give Megatron the number back.
+    # `_name_stages` has added the stages to the version; give Megatron only the number again.
     version, _, saved_stages = str(state.get("checkpoint_version", 0)).partition(" ")
     if saved_stages:
         state["checkpoint_version"] = float(version)

@@ -23,7 +23,7 @@ PATCHES = PatchTable(feature="inprocess_restart")
 
 
 # Rows with targets in NVRx are not required, because a release without these names may be installed
-# for another purpose. `megatron_ext/config/restarts.py` refuses the flag then.
+# for another purpose. In that case, `megatron_ext/config/restarts.py` refuses the flag.
 @PATCHES.row(
     "inprocess_restart.our_part", f"{_NVRX}.wrap:Wrapper.__init__", required=False
 )
@@ -81,7 +81,7 @@ def _join_hosted_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     when=lambda: active.attempt() is not None,
 )
 def _connect_to_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron uses one store for all attempts, so waiting there for a lost rank never stops."""
+    """Megatron uses one store for all attempts, so waiting there for a lost rank never ends."""
     from megatron_ext.training.survival import store_connection
 
     parameters = by_name(call, args, kwargs)
@@ -95,7 +95,7 @@ def _connect_to_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     order=-1,
 )
 def _refuse_scripts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron's scripts parse flags outside the function that restarts, so a restart has none."""
+    """Megatron's scripts parse flags outside the restarted function, so a restart has no flags."""
     (function,) = by_name(call, args, kwargs).values()
     # Our loop for the installed wheel restarts as a whole, and parses its flags again.
     if getattr(function, "__module__", "").startswith("megatron_ext."):

@@ -1,7 +1,7 @@
 """Patches as data, and their targets in the running process.
 
-A `Patch` is a row in a table. A `Site` is a target, which several patches may share: it holds the
-original and the current value, and restores the original. If other modules have copied the name
+A `Patch` is a row in a table. A `Site` is a target that several patches may share; it holds the
+original and the current value, and can restore the original. If other modules have copied the name
 with `from x import y`, the copies are found by identity. Copies in default arguments, closures,
 partials and bound methods cannot be found.
 """
@@ -73,13 +73,13 @@ class Patch:
     order: int = 0
     """Position among a target's wraps; lower numbers are further out."""
     feature: str = "core"
-    """The feature that the patch belongs to, for listings."""
+    """The feature to which the patch belongs, for listings."""
     creates: bool = False
     """set: the name does not exist upstream (the reason explains why it is needed)."""
     since: Release = _ANY[0]
-    """The first minor release that the row applies to, such as `(0, 17)`."""
+    """The first minor release to which the row applies, such as `(0, 17)`."""
     until: Release = _ANY[1]
-    """The first minor release that the row no longer applies to."""
+    """The first minor release to which the row no longer applies."""
     required: bool = True
     """Whether a missing target is an error if the patch would act. False for conveniences, and if
     other checks verify the effect (`megatron_ext/patches/effects.py`)."""
@@ -96,7 +96,7 @@ class Patch:
 
     @property
     def releases(self) -> str:
-        """The releases that the row applies to, as text; empty for all releases."""
+        """The releases to which the row applies, as text; empty for all releases."""
         first, end = ("{}.{}".format(*release) for release in (self.since, self.until))
         if self.since == _ANY[0]:
             return "" if self.until == _ANY[1] else f"before {end}"
@@ -155,11 +155,11 @@ class _WhileInForce:
 
 
 class PatchPoint(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """A proxy that survives copy, deepcopy and pickle, and that compiled code calls."""
+    """A proxy that survives copy, deepcopy and pickle, and that compiled code does not bypass."""
 
     # torch.compile traces through a proxy to the wrapped function, and would skip the patches; this
-    # mark makes it call the proxy. Without a schedule the mark is off, because the call breaks the
-    # graph.
+    # mark makes it call the proxy. Without a schedule the mark is off, because calling the proxy
+    # breaks the graph.
     _torchdynamo_disable = _WhileInForce()
     _torchdynamo_disable_msg = "megatron_ext patches it"
 
@@ -233,7 +233,7 @@ class Site:
         )
 
     def intact(self) -> bool:
-        """Return whether the target is still the installed value, or another proxy on it."""
+        """Return whether the target is still the installed value, or another proxy around it."""
         if not self.is_installed:
             return True
         # Read the parent's own dict: a lookup on a class would also find inherited attributes.

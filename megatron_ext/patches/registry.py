@@ -6,7 +6,8 @@ A `Patch` defines what changes, why and when. `Patch.kind` selects one of two me
   the point builds the chain of the patches that are active *now*: at most one replacement as the
   innermost, and the wraps around it, ordered by `(order, id)`. Without an active patch, the
   original runs.
-* `set` assigns a value once. It is for constants, and for functions that are too hot for a proxy.
+* `set` assigns a value once. It is for constants, and for functions that are called too often to
+  put a proxy on them.
 
 The technique (post-import hooks, transparent proxies) comes from wrapt; for the background, see its
 documentation on monkey patching.
@@ -71,7 +72,7 @@ class Registry:
         self._has_logged = False
         self._hooked: set[str] = set()
         self._rebound_copies: list[Copy] = []
-        # Modules that were patched before, so that arming them again is not late.
+        # Modules that were patched before, so that arming them again does not count as late.
         self._patched_modules: set[str] = set()
 
     @cached_property
@@ -293,8 +294,8 @@ class Registry:
             self.acted.add(patch.id)
         call = wrapped
         for _, fn in acting[:0:-1]:
-            # Chain all but the outermost, starting with the innermost. Each step has the target's
-            # signature, because wraps read the target's parameter names (`by_name`).
+            # Chain all patches but the outermost one, starting with the innermost. Each step has
+            # the target's signature, because wraps read the target's parameter names (`by_name`).
             call = update_wrapper(partial(_step, fn, call, instance), wrapped)
         _, outermost = acting[0]
         return outermost(call, instance, args, kwargs)

@@ -360,7 +360,7 @@ def _send_over_transport(
 def _error_of_stock_schedule() -> Exception:
     """Return the error for running Megatron's own schedule although another one was chosen."""
     pipeline = active.pipeline()
-    if pipeline is not None and active.required().requested is None:  # flags chose it
+    if pipeline is not None and active.required().requested is None:  # chosen by flags
         return effects.another_schedule(pipeline.name)
     configured = "a transport" if pipeline is None else f"schedule {pipeline.name}"
     return ScheduleError(
@@ -417,8 +417,8 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
     f"{_OFFLOAD}:FineGrainedActivationOffloadingInterface.init_chunk_handler",
 )
 def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> None:
-    """Megatron derives the order in which activations are reloaded from virtual stages, but the
-    table defines that order.
+    """Megatron derives the order in which activations are reloaded from the virtual stages, but
+    that order is defined by the table.
     """
     from megatron_ext.runtime.runtime import in_force
 

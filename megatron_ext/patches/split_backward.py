@@ -38,7 +38,7 @@ def _deferring() -> Any:
     of=_deferring,
 )
 def _linear(splits: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron computes both gradients in a linear layer at once, but W must compute one later."""
+    """Megatron computes both gradients of a linear layer at once, but W must compute one later."""
     from megatron_ext.runtime.split_linear import linear_backward
 
     return linear_backward(call, splits, *args, **kwargs)

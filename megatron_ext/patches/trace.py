@@ -92,7 +92,7 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         # A successful step ends with the optimizer, so report only the end of a failed step.
         except BaseException:
             for observer in observers:
-                # If the device has failed, this fails again, and must not hide the first error.
+                # If the device has failed, this call fails too, but must not hide the first error.
                 with suppress(RuntimeError):
                     observer.end_iteration()
             raise

@@ -441,7 +441,7 @@ class StageCompute:
             ScheduleError: This class cannot run pairs; only the compute class for pairs can.
         """
         raise ScheduleError(
-            f"{forward} and {backward} are a pair of the table, but the steps of this model run "
+            f"{forward} and {backward} form a pair in the table, but the steps of this model run "
             "single actions; add --overlap-moe-expert-parallel-comm, or use a table without pairs"
         )
 

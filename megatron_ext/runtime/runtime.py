@@ -520,7 +520,7 @@ class Runtime:
             and not dist.get_rank()
         ):
             _LOG.warning(
-                "%s splits backward passes, but no layer on rank 0 left a weight gradient for W "
+                "%s splits backward passes, but no layer on rank 0 deferred a weight gradient to W "
                 "(patch split_backward.linear): its linear layers are not Megatron's; "
                 "--pipeline-schedule 1f1b is as fast",
                 table.schedule.label,

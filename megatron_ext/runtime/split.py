@@ -71,8 +71,8 @@ _BUFFERS = ("mpu", "megatron_ext.mpu")
 _EMBEDDING = "megatron_ext_is_embedding"
 _HAS_HOOK = "a hook reads it"
 _HAS_OTHER_USE = (
-    "not only its layer uses the weight (in this micro-batch, a sum of three or more gradients may "
-    "round differently)"
+    "code other than its layer uses the weight too (in this micro-batch, a sum of three or more "
+    "gradients may round differently)"
 )
 _OTHER_RANK = "another tensor-parallel rank must"
 

@@ -52,7 +52,8 @@ def choose(script: str) -> Path | None:
     """Return a script's file (`find_script`), and select the tree that contains it."""
     path = find_script(script)
     if path is not None and upstream.is_tree(path.parent):
-        # Everything else in this process, and its child processes, find the tree by this variable.
+        # Everything else in this process, and all of its child processes, find the tree through
+        # this variable.
         os.environ["MEGATRON_LM_PATH"] = str(path.parent)
     return path
 
@@ -70,8 +71,8 @@ def execute(script: Path | None) -> None:
 
         wheel.main()
         return
-    # As with `python SCRIPT`, let the script import its neighbours. Our import finder still ignores
-    # the tree's megatron.core.
+    # As with `python SCRIPT`, let the script import the modules beside it. Our import finder still
+    # ignores the tree's megatron.core.
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
 

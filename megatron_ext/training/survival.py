@@ -2,8 +2,8 @@
 
 When a rank is lost, NVRx stops the training function on the surviving ranks, and calls it again on
 them and on reserve ranks. Between the two calls, each rank must stop waiting for the lost rank,
-release the state that this package keeps, and number its new transports the same way as the other
-ranks.
+release the state that this package keeps, and number its new transports in the same way as the
+other ranks do.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class EndConfiguration(Finalize):
         """Return whether a restart would only repeat this error; NVRx would restart forever."""
         step = cause.current_iteration() or 0
         if self._last_failure is not None and step > self._last_failure[1]:
-            self._last_failure = None  # a restart has helped
+            self._last_failure = None  # the restart has helped
         if error is None:
             return False
         if isinstance(error, UserError):
@@ -183,7 +183,7 @@ class EndConfiguration(Finalize):
         kind = cause.of_error(error).kind
         if kind not in ("error", "hang"):  # another rank has failed
             return False
-        # Compare hangs by kind only, because their text contains their duration.
+        # Compare hangs only by their kind, because the text of a hang contains its duration.
         description = kind if kind == "hang" else repr(error)
         failure = (description, step)
         is_same = failure == self._last_failure
@@ -214,7 +214,7 @@ def _clear_caches_of_megatron() -> None:
 
 def with_our_part(settings: dict[str, Any]) -> dict[str, Any]:
     """Return an NVRx wrapper's settings with this package's steps added."""
-    # NVRx calls the last step in a composition first, so put our steps last. Our steps must run
+    # In a composition, NVRx calls the last step first, so put our steps last. Our steps must run
     # first: NVRx interrupts the training thread between two lines of Python, and a thread that
     # waits for a message executes no Python code.
     composed = dict(settings)

@@ -93,7 +93,8 @@ def _train(restart_store: Any = None) -> None:
     if restart_store is not None:
         _config.cache_clear()  # it holds the previous attempt's arguments
         # Megatron reduces the start time over all ranks that have set it. A former reserve rank has
-        # not set it, so the other ranks would wait for that rank: set it on every rank.
+        # not set its start time, so the other ranks would wait for that rank. Therefore, set it on
+        # every rank.
         import_module("megatron.training.training").set_startup_timestamps(time.time())
 
     # This mark makes upstream call the function on every rank: core's dataset builder is
@@ -115,7 +116,7 @@ def _train(restart_store: Any = None) -> None:
     refuse(args)
     argument_utils = import_module("megatron.training.argument_utils")
     make_container = argument_utils.pretrain_cfg_container_from_args
-    if hasattr(argument_utils, "gpt_config_from_args"):  # the container knows a builder
+    if hasattr(argument_utils, "gpt_config_from_args"):  # it accepts a builder
         container = make_container(args, argument_utils.gpt_config_from_args(args))
         pretrain(container, **providers)
     else:
@@ -195,7 +196,8 @@ def _layers(args: Namespace, config: Any, use_te: bool, vp_stage: int | None) ->
         )
     kind = "with_transformer_engine" if use_te else "local"
     names = parameters(f"{gpt_layer_specs.__name__}:get_gpt_layer_{kind}_submodules")
-    # The parameters are named like the configuration's fields. `fp8` is deprecated, and warns.
+    # The parameters are named like the configuration's fields. `fp8` is deprecated, and passing it
+    # raises a warning.
     settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
     settings.pop("fp8", None)
     make_spec = getattr(gpt_layer_specs, f"get_gpt_layer_{kind}_spec")

@@ -84,13 +84,13 @@ def choose_wire(
     ):
         raise TransportError(
             f"rank {peer} runs megatron_ext {peer_address.version} ({peer_address.byte_order} "
-            f"endian), rank {rank} {address.version} ({address.byte_order} endian); install one "
-            f"version on all hosts"
+            f"endian), but rank {rank} runs {address.version} ({address.byte_order} endian); "
+            f"install the same version on all hosts"
         )
     if peer_address.wire != address.wire:
         raise TransportError(
-            f"rank {peer} has the wire {peer_address.wire}, rank {rank} {address.wire}; give all "
-            f"ranks the same --pipeline-transport"
+            f"rank {peer} has the wire {peer_address.wire}, but rank {rank} has {address.wire}; "
+            f"give all ranks the same --pipeline-transport"
         )
     no_memory = address.why_no_memory_with(peer_address)
     no_rdma = []

@@ -52,7 +52,7 @@ def tensor_on(message: Message) -> torch.Tensor:
     if dtype is None:
         raise MessageMismatch(
             f"a message of {len(message)} bytes has the dtype {message.dtype:#x}, which this rank "
-            f"does not know; install the same torch and megatron_ext for all ranks"
+            f"does not support; install the same torch and megatron_ext for all ranks"
         )
     tensor = torch.empty(0, dtype=dtype)
     if len(message) == 0:

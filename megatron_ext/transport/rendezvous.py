@@ -374,12 +374,12 @@ class _Rendezvous:
             rank, _, peer_secrets = hello.rstrip(b"\n").partition(b" ")
             peer = int(rank) if rank.isdigit() else -1
             if peer not in lower:
-                raise TransportError("it does not know the secrets of this run")
+                raise TransportError("it did not present the secrets of this run")
             address = self._address(peer)
             # The input is not trusted before this comparison, because any process can connect.
             published_secrets = f"{self._my_address.secret} {address.secret}".encode()
             if not secrets.compare_digest(peer_secrets, published_secrets):
-                raise TransportError("it does not know the secrets of this run")
+                raise TransportError("it did not present the secrets of this run")
             wire, _ = choose_wire(self._rank, self._my_address, peer, address)
             if (wire == "shm") != (link.family == socket.AF_UNIX):
                 raise TransportError(
@@ -459,8 +459,8 @@ class _Rendezvous:
             raise TransportError(f"{process} has exited")
         if user is not None and user != os.getuid():
             raise TransportError(
-                f"{process} belongs to user {user}, rank {self._rank} to {os.getuid()}; start all "
-                f"ranks as one user"
+                f"{process} belongs to user {user}, but rank {self._rank} belongs to user "
+                f"{os.getuid()}; start all ranks as the same user"
             )
 
     def _left_s(self, waiting_for: str) -> float:

@@ -253,7 +253,7 @@ class TorchTransport:
                 posted = self._post_message(posted, self._timeout_s)
         elif shape is None:
             raise TransportError(
-                f"{message}: this transport does not send shapes; name the shape"
+                f"{message}: this transport does not send shapes; specify the shape"
             )
         else:
             posted = self._start_recv(item, shape, dtype)

@@ -51,14 +51,14 @@ def test_both_sides_choose_the_same(mine, theirs, wire, why) -> None:
         (
             _told(HERE, "rdma"),
             _told(ELSEWHERE, "rdma"),
-            "has no RDMA: no libibverbs. Take",
+            "has no RDMA: no libibverbs; use",
         ),
         (
             _told(ELSEWHERE, "rdma"),
             _told(HERE, "rdma"),
-            "has no RDMA: no libibverbs. Take",
+            "has no RDMA: no libibverbs; use",
         ),
-        (HERE, _told(HERE, "tcp"), "rank 1 has the wire tcp, rank 0 auto"),
+        (HERE, _told(HERE, "tcp"), "rank 1 has the wire tcp, but rank 0 has auto"),
         (HERE, replace(HERE, version="0.0"), "runs megatron_ext 0.0"),
         (HERE, replace(HERE, byte_order="other"), "other endian"),
         (

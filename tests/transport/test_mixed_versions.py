@@ -32,4 +32,4 @@ def test_the_error_names_the_rank_with_another_version() -> None:
     )  # ranks that hear the same of each other report it once
     for line in lines:
         assert "0.0.1 (" in line
-        assert "install one version on all hosts" in line
+        assert "install the same version on all hosts" in line

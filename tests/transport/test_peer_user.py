@@ -104,7 +104,7 @@ def test_another_user_of_this_host_who_knows_all_secrets_becomes_no_rank(
     rank.join(20)
     assert answers.poll(5)
     assert answers.recv_bytes() == b""
-    assert f"belongs to user {_OTHER_USER}, rank 1 to 0" in caplog.text
+    assert f"belongs to user {_OTHER_USER}, but rank 1 belongs to user 0" in caplog.text
     [error] = errors
     assert "waited 3 s for rank 0 to connect" in str(error)
 
@@ -127,5 +127,7 @@ def test_a_listener_of_another_user_is_refused(
     monkeypatch.setattr(rendezvous._Rendezvous, "_answer", answer_as_listener)
     monkeypatch.setattr(rendezvous, "user_of_peer", user)
     message = "the process that listens as rank 1 belongs to user"
-    with pytest.raises(TransportError, match=f"{message}.*start all ranks as one user"):
+    with pytest.raises(
+        TransportError, match=f"{message}.*start all ranks as the same user"
+    ):
         connect_all(MemoryStore(), 2, wire=wire)

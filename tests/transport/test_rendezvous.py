@@ -131,7 +131,7 @@ def test_ranks_that_do_not_come_are_named(store) -> None:
         ("boot_id", "other", "it runs on host"),
         ("network", 1, "another network namespace"),
         ("version", "0.0", "rank 1 runs megatron_ext 0.0"),
-        ("wire", "tcp", "has the wire tcp, rank 0 shm; give all ranks the same"),
+        ("wire", "tcp", "has the wire tcp, but rank 0 has shm; give all ranks"),
         ("secrets", "x", "cannot be read .* install the same megatron_ext"),
     ],
 )
