@@ -137,8 +137,8 @@ def folder_asked_for() -> Path | None:
     for name in (ROUNDING, OPERATORS):
         if os.environ.get(name, "") not in ("", "0"):
             raise DataError(
-                f"{name} has no effect without {VARIABLE}; set that to a new folder, or leave "
-                f"{name} out"
+                f"{name} has no effect without {VARIABLE}; set that variable to a new folder, or "
+                f"leave {name} out"
             )
     return None
 
@@ -172,8 +172,8 @@ class Writer:
             self._file: IO[str] = self.path.open("x", encoding="utf-8", newline="")
         except FileExistsError:
             raise DataError(
-                f"{VARIABLE}: {folder} already has digests of another training; use a new "
-                "folder for each training"
+                f"{VARIABLE}: {folder} already has digests of another run; use a new "
+                "folder for each run"
             ) from None
         except OSError as error:
             raise DataError(

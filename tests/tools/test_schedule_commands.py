@@ -188,7 +188,7 @@ def test_a_csv_needs_no_sizes(
         ("plan --schedule csv:/dev/zero", ["it is not a regular file, but a pipe or a device"]),
         ("plan --schedule csv:/nowhere.csv", ["/nowhere.csv cannot be read"]),
         ("plot fbd --pp 4 --microbatches 4 --use-dpp", ["different ranks", "leave --use-dpp out"]),
-        ("plot fbd --pp 4 --microbatches 4 -o x.csv", ["each stage on two ranks", "write .json"]),
+        ("plot fbd --pp 4 --microbatches 4 -o x.csv", ["each stage on two ranks", "a .json file"]),
         ("plan --schedule csv:x.csv --chunks 2", ["csv:x.csv: the file fixes chunks"]),
         (
             "plan --pp 4 --microbatches 8 --schedule zb-v --bitpipe-order zb",

@@ -127,8 +127,8 @@ def predict_lengths(
             continue
         if generator.twins > 1:
             left_out.append(
-                f"{generator.name} mirrors two pipelines, whose lengths are not simulated; use "
-                "another schedule"
+                f"{generator.name} mirrors two pipelines, for which lengths cannot be simulated; "
+                "use another schedule"
             )
             continue
         for variant in generator.variants:

@@ -219,7 +219,7 @@ class LengthSlicer:
         if not self._has_logged and not dist.get_rank():
             _LOG.warning(
                 "%s auto: the first step cuts micro-batches of more than %d tokens into slices, "
-                "later ones as their lengths require; use %s %d to fix the number",
+                "and later steps choose their own number; use %s %d to fix it",
                 _FLAG,
                 chosen,
                 _FLAG,
@@ -265,8 +265,8 @@ class LengthSlicer:
             )
         if any_differs:
             raise ScheduleError(
-                f"{_FLAG}: ranks of one pipeline read micro-batches of different lengths; pass the "
-                "same data in the same order to all of them"
+                f"{_FLAG}: the ranks of a pipeline read micro-batches of different lengths; pass "
+                "the same data in the same order to all of them"
             )
 
     def _read(self, iterators: Sequence[Any], num_microbatches: int) -> _Reading:

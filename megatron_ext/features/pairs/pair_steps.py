@@ -142,6 +142,6 @@ def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) ->
     if not accepts_flag:
         raise ScheduleError(
             "the forward step cannot run in pairs, because it has no argument "
-            "return_schedule_plan; if that is set, return model.build_schedule_plan(...), as in "
-            f"pretrain_gpt.py, or {remedy}"
+            "return_schedule_plan; add it, and if it is set, return model.build_schedule_plan(...) "
+            f"as in pretrain_gpt.py, or {remedy}"
         )

@@ -96,7 +96,7 @@ def check_model(chunk: torch.nn.Module) -> None:
         )
     for name, stranger in _strangers(unwrap_model(chunk)):
         raise ScheduleError(
-            f"{name} runs once for each slice, and may connect the tokens of a micro-batch; if it "
+            f"{name} runs once for each slice, but may connect the tokens of a micro-batch; if it "
             f"processes each token separately and keeps no state, set runs_in_slices = True on "
             f"{stranger}, or leave the slices out"
         )

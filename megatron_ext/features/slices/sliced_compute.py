@@ -72,9 +72,9 @@ class _LayerBuffer:
             self.tokens = tensor.new_empty((num_tokens, *tensor.shape[1:]))
         if self._last_read is not None and self._last_read._version > 0:
             raise ScheduleError(
-                "a layer changed the keys or values of earlier slices in place, and later slices "
-                "would read the changed ones; write key = key * 2 instead of key.mul_(2), or leave "
-                "the slices out"
+                "a layer changed the keys or values of earlier slices in place, so later slices "
+                "would read the changed values; write key = key * 2 instead of key.mul_(2), or "
+                "leave the slices out"
             )
         self.tokens[begin : begin + len(tensor)].copy_(tensor)
 
@@ -395,8 +395,8 @@ class RunningSlice:
         state, packed = self.state, arguments.get("packed_seq_params")
         if arguments.get("padding_mask") is not None:
             raise ScheduleError(
-                "padding_mask of GPTModel's forward cannot be used in slices, whose routers count "
-                "all tokens; leave the mask out, or leave the slices out"
+                "padding_mask of GPTModel's forward cannot be used in slices, because their "
+                "routers count all tokens; leave the mask out, or leave the slices out"
             )
         if packed is not None:
             if self.number == 0:
@@ -416,7 +416,7 @@ class RunningSlice:
             is_padded = not torch.equal(padded_bounds, bounds)
         if packed.qkv_format != "thd" or is_padded:
             raise ScheduleError(
-                f"packed sequences of format {packed.qkv_format} with padding between them "
+                f"packed sequences in format {packed.qkv_format} with padding between them "
                 "cannot run in slices; pack without padding, or leave the slices out"
             )
         self.state.packed = packed
@@ -748,8 +748,8 @@ class SlicedData(MicrobatchData):
         for name in self._required:
             if len(bounds) > 2 and item.get(name) is None:
                 raise ScheduleError(
-                    f"the data has no {name}, and from the tokens of a slice alone the forward "
-                    f"step cannot compute those at its ends; add {name} to the items of the data "
+                    f"the data has no {name}, and the forward step cannot compute them at the ends "
+                    f"of a slice from its tokens alone; add {name} to the items of the data "
                     "iterator, or leave the slices out"
                 )
         self._parts |= dict(enumerate(slices, microbatch * self._num_slices))

@@ -63,8 +63,8 @@ class TreeSteps(Feature):
         """Reject declarations that differ from the first model's; see `Feature.admit`."""
         if [declared(chunk) for chunk in chunks] != self._declared:
             raise ScheduleError(
-                f"{type(unwrap_model(chunks[0])).__name__} declares other trees or routes than "
-                "the model that ran on these process groups before; give each model its own "
+                f"{type(unwrap_model(chunks[0])).__name__} declares different trees or routes "
+                "from the model that ran on these process groups before; give each model its own "
                 "groups (pg_collection and p2p_communicator)"
             )
 

@@ -96,7 +96,7 @@ def parsed(text: bytes) -> TreeForm:
     except (ValueError, TypeError, AttributeError) as error:
         raise MessageMismatch(
             f"a header of {len(text)} bytes cannot be read: {error}; install the same version of "
-            f"megatron_ext for all ranks"
+            f"megatron_ext on all ranks"
         ) from error
 
 

@@ -314,6 +314,6 @@ def _check_bounds(
             remedy += "--pipeline-slice-tokens higher)"
         raise ScheduleError(
             f"{generator.name} with {pp} ranks, {chunks} stages on each and {num_microbatches} "
-            f"{unit} is a table of {passes} forward passes, more than the maximum of {max_passes}; "
+            f"{unit} needs {passes} forward passes, more than a table's maximum of {max_passes}; "
             f"{remedy}; beyond about 4 x pp micro-batches the bubble stays the same"
         )

@@ -166,7 +166,7 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
     if best is None:
         raise ScheduleError(
             f"no order of {problem.num_microbatches} micro-batches keeps at most {problem.cap} "
-            f"activations of a stage on each of {num_ranks} ranks; allow more"
+            f"activations, counted per stage, on each of {num_ranks} ranks; allow more"
         )
     return tuple(map(tuple, best.rows))
 

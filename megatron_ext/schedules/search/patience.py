@@ -91,14 +91,14 @@ def policies(
     """
     if schedule.disaggregated:
         raise ScheduleError(
-            f"{schedule.label} runs forward and backward passes on different ranks, which cannot "
-            "choose an order; leave --use-dpp out"
+            f"{schedule.label} runs forward and backward passes on different ranks, so the ranks "
+            "cannot choose their own order; leave --use-dpp out"
         )
     # `Progress` sums gradients in micro-batch order, so the table must do the same.
     if not is_ascending(schedule):
         raise ScheduleError(
-            f"{schedule.label}: the backward passes of a stage are not in micro-batch order, in "
-            "which a dynamic order sums gradients; sort them, or leave --use-dpp out"
+            f"{schedule.label}: the backward passes of a stage are not in micro-batch order, but a "
+            "dynamic order sums gradients in that order; sort the passes, or leave --use-dpp out"
         )
     if schedule.pairs:
         # If the costs included no all-to-all, a simulation would show no benefit from pairs.

@@ -225,7 +225,7 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
             for needed in exchange.all_inputs:
                 if needed.verb == "RECV" and needed.message not in posted:
                     raise ScheduleError(
-                        f"{exchange.action} of rank {rank} needs {needed.message}, but no "
+                        f"{exchange.action} on rank {rank} needs {needed.message}, but no "
                         "receive delivers it; use --pipeline-transport auto"
                     )
         for send in _sends(exchange):
@@ -280,7 +280,7 @@ def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> N
         stuck += error.args[1][1:]
     if stuck:
         raise ScheduleError(
-            f"{label} blocks where messages are matched by their order: "
+            f"{label} deadlocks where messages are matched by their order: "
             + "; ".join(map(str, stuck[:4]))
             + "; use --pipeline-transport auto"
         )

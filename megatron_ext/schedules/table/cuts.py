@@ -261,6 +261,6 @@ def parse_layout(text: str) -> list[str]:
     if unknown:
         raise ScheduleError(
             f"--pipeline-model-parallel-layout {text} has {' and '.join(sorted(unknown))}, but "
-            "layers are E, t, m and L; use these"
+            "layers are E, t, m and L; use only these letters"
         )
     return unrolled.split("|")

@@ -42,8 +42,8 @@ def csv_text(schedule: Schedule) -> str:
     """
     if schedule.disaggregated:
         raise ScheduleError(
-            f"{schedule.label} has each stage on two ranks, but in CSV each stage has one rank; "
-            "write .json"
+            f"{schedule.label} has each stage on two ranks, but in CSV each stage has only one; "
+            "write a .json file"
         )
     text = io.StringIO()
     csv.writer(text).writerows(map(schedule.cells, range(len(schedule.rows))))
@@ -61,7 +61,7 @@ def load_csv(
         ScheduleError: The file cannot be read, has different sizes, or is not a correct schedule.
     """
     if not path:
-        raise ScheduleError("csv: names no file; write csv:FILE")
+        raise ScheduleError("csv: does not name a file; write csv:FILE")
     try:
         text = read_text(Path(path), _MAX_BYTES)
     except (OSError, ValueError) as error:  # not text, or an invalid path

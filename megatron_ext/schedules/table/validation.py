@@ -90,8 +90,8 @@ def check_actions(schedule: Schedule) -> None:
         )
     if schedule.num_slices > 1 and schedule.disaggregated:
         raise ScheduleError(
-            f"{schedule.label} runs forward and backward passes on different ranks, which would "
-            "both need the keys and values of earlier slices; leave slices out"
+            f"{schedule.label} runs forward and backward passes on different ranks, but both ranks "
+            "would need the keys and values of earlier slices; leave slices out"
         )
     # Use one byte per stage, micro-batch and slice. With a set of actions, checking a large table
     # would take many times as long.
@@ -245,7 +245,7 @@ def _out_of_order(schedule: Schedule, rank: int, index: int) -> str:
         return _ONE_BACKWARD
     rule = f"{missing[0]} has to run before it"
     if missing[0].slice < action.slice:
-        rule += ", because its keys and values are read"
+        rule += ", because this action reads its keys and values"
     elif missing[0].slice > action.slice:
         rule += ", because it adds to the gradients of keys and values"
     return rule
@@ -302,7 +302,7 @@ def _check_pairs(schedule: Schedule, rank: int) -> None:
         if kinds not in ("FB", "FI"):
             rule = "a pair is an F and the B or I right after it"
         elif pair[0].microbatch == pair[1].microbatch:
-            rule = "both are for one micro-batch, whose backward pass needs its F to finish"
+            rule = "both are for the same micro-batch, so its backward pass must wait for its F"
         elif schedule.disaggregated:
             rule = "forward and backward passes run on different ranks"
         elif index < previous_end:
@@ -350,9 +350,10 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
     )
     if schedule.num_slices > 1:
         raise ScheduleError(
-            "slices run backward in reverse, so the first weight gradients are not those of the "
-            f"first forward pass; {consequence} use --no-gradient-accumulation-fusion, or build "
-            "the model with disable_parameter_transpose_cache"
+            "slices run their backward passes in reverse order, so the first weight gradients are "
+            f"not those of the first forward pass; {consequence} use "
+            "--no-gradient-accumulation-fusion, or build the model with "
+            "disable_parameter_transpose_cache"
         )
     # By stage, and F or the kind of gradient: the micro-batch that came first.
     first: dict[tuple[int, str], int] = {}

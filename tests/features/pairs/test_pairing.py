@@ -163,7 +163,7 @@ def test_backwards_are_split_inside_pairs() -> None:
     ("pairs", "rule"),
     [
         ((frozenset({0}), frozenset()), "a pair is an F and the B or I right after it"),
-        ((frozenset(), frozenset({0})), "both are for one micro-batch"),
+        ((frozenset(), frozenset({0})), "both are for the same micro-batch"),
         ((frozenset({1}), frozenset()), None),
     ],
 )

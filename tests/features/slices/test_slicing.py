@@ -179,7 +179,7 @@ def test_slices_of_a_file_are_not_paired(tmp_path) -> None:
 
 def test_what_cannot_have_slices_is_refused() -> None:
     with pytest.raises(
-        ScheduleError, match="on different ranks, which would both need the keys"
+        ScheduleError, match="on different ranks, but both ranks would need the keys"
     ):
         generate("fbd", 4, 4, slices=2)
     with pytest.raises(ScheduleError, match="slices cannot run as pairs; leave slices"):

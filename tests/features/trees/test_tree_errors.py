@@ -188,7 +188,7 @@ def test_a_second_model_with_other_routes_is_refused() -> None:
         "ScheduleError",
     ]
     for _, text in found:
-        assert "Stage declares other trees or routes" in text
+        assert "Stage declares different trees or routes" in text
         assert (
             "give each model its own groups (pg_collection and p2p_communicator)"
             in text

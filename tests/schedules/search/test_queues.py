@@ -144,7 +144,7 @@ def test_ranks_that_wait_for_each_other_are_found() -> None:
     check_meetings("both", {(0, 0): [down, up], (0, 1): [down, up]})
     with pytest.raises(ScheduleError) as raised:
         check_meetings("crossed", {(0, 0): [down, up], (0, 1): [up, down]})
-    assert "crossed blocks where messages are matched by their order" in str(
+    assert "crossed deadlocks where messages are matched by their order" in str(
         raised.value
     )
     assert "rank 0 sends" in str(raised.value)

@@ -183,7 +183,9 @@ def test_a_cyclic_file_shows_the_cycle(tmp_path: Path) -> None:
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match="csv: names no file; write csv:FILE"):
+    with pytest.raises(
+        ScheduleError, match="csv: does not name a file; write csv:FILE"
+    ):
         generate("csv:")
     with pytest.raises(ScheduleError, match="cannot be read as a schedule"):
         table_files.load_csv(str(tmp_path / "absent.csv"))
