@@ -83,7 +83,7 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
     add(
         "--calibrate",
         action="store_true",
-        help="where a candidate sums in another order, learn the tolerances from one more run of "
+        help="if a candidate sums in a different order, learn the tolerances from one more run of "
         "the reference, in which the last digits of all activations are changed",
     )
     add(
@@ -92,7 +92,7 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=whole_number(_MIN_STEPS, 10**6),
         metavar="N",
-        help="steps of each run, of which the first three do not count (default: 20)",
+        help="steps in each run, of which the first three are not measured (default: 20)",
     )
     add(
         "--rounds",
@@ -119,9 +119,9 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=[],
         metavar="DIR",
-        help="compare the digests that two trainings recorded with MEGATRON_EXT_DIGESTS=DIR, "
-        "without training; a third folder, recorded with MEGATRON_EXT_DIGESTS_ROUNDING=1 as well, "
-        "gives the tolerances",
+        help="compare the digests that two training runs recorded with MEGATRON_EXT_DIGESTS=DIR, "
+        "without training; learn the tolerances from a third folder, recorded with "
+        "MEGATRON_EXT_DIGESTS_ROUNDING=1 as well",
     )
     add("--json", action="store_true", help="print JSON, with the numbers of each step")
     add(

@@ -25,9 +25,9 @@ def add_subcommand(subparsers: Any) -> None:
         help="check this machine, or all hosts of a hostfile",
         usage="megatron-ext doctor [options] [-- pretrain_gpt.py FLAGS...]",
         description="Check versions, patches, device, memory and RDMA of this machine. With "
-        "--hostfile, also check every host. With a training's flags after --, report flags that "
-        "are rejected, are known to hang, do not fit into memory or leave devices idle, and "
-        "suggest better ones. Exit code 1 if any check is a FAIL.",
+        "--hostfile, also check every host. With the flags of a training run after --, report "
+        "those that are rejected, are known to hang, do not fit into memory or leave devices idle, "
+        "and suggest better ones. Exit code 1 if any check is a FAIL.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -55,7 +55,7 @@ def _run(args: argparse.Namespace) -> int:
                 )
         if not args.command_words:
             raise ArgumentsError(
-                "--devices checks the flags of a training; add them: -- pretrain_gpt.py FLAGS"
+                "--devices checks the flags of a training run; add them: -- pretrain_gpt.py FLAGS"
             )
         findings = check_training(args.command_words, *parse_devices(args.devices))
     elif args.hostfile is None and not (args.include is None and args.exclude is None):

@@ -399,8 +399,8 @@ def _memory_by_length(
     finding = (
         f"rank {rank} needs {needed_gib[rank]:.1f} GiB of {device.memory_gib:g} ({device.name}, "
         f"{plan.schedule}) if all micro-batches have {longest} tokens, in slices of about "
-        f"{slice_tokens}: it keeps {peaks[rank]:.3g} of them; time depends on the lengths of each "
-        "step and is not forecast"
+        f"{slice_tokens}, and keeps {peaks[rank]:.3g} of these micro-batches; time depends on the "
+        "lengths in each step and is not forecast"
     )
     if needed_gib[rank] <= device.memory_gib - device.reserve_gib:
         return Diagnosis("OK", "memory", finding)

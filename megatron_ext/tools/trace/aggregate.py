@@ -183,7 +183,7 @@ def _notes_on_iterations(
             f"{count} of {size}" for size, count in sorted(steps_by_size.items())
         )
         notes.append(
-            f"steps with other sizes than the {full_microbatches} micro-batches of the table do "
+            f"steps whose size differs from the {full_microbatches} micro-batches of the table do "
             f"not count: {sizes}"
         )
     failed: set[int] = set()
