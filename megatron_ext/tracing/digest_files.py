@@ -58,7 +58,7 @@ class Header:
     rank: int
     host: str = ""
     num_ranks: int = 0
-    """Number of ranks in the run, each of which writes a file; 0: unknown."""
+    """Number of ranks in the run, each of which writes a file; 0 if unknown."""
     tensor: int = 0
     """The rank within its tensor-parallel group."""
     tensor_size: int = 1

@@ -163,7 +163,7 @@ class _Weight(NamedTuple):
     """Includes its global layer number."""
     parameter: torch.nn.Parameter
     shard: slice | None
-    """With the distributed optimizer, the elements that this rank updates; None: all elements."""
+    """With the distributed optimizer, the elements that this rank updates; None means all."""
 
 
 @dataclass(eq=False)

@@ -66,7 +66,7 @@ class Fingerprints:
 
     def __init__(self) -> None:
         self._native = native_fingerprint()
-        """None: the native core is not installed."""
+        """None if the native core is not installed."""
         self._factors: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._weights: dict[tuple[str, int, torch.device], torch.Tensor] = {}
 

@@ -52,8 +52,8 @@ def draw(
 
     Args:
         timelines: The schedules, from top to bottom.
-        unit: The meaning of 1 on the axis; empty: `unit_of_time`.
-        memory_gib: Memory on each rank, drawn below the schedules; empty: not drawn.
+        unit: The meaning of 1 on the axis. If empty, it is the result of `unit_of_time`.
+        memory_gib: Memory on each rank, drawn below the schedules. If empty, no memory is drawn.
         limit_gib: Memory limit per rank, to which the full length of a memory lane corresponds.
     """
     for timeline in timelines:

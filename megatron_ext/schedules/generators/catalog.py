@@ -51,7 +51,7 @@ class Generator:
     variants: tuple[Mapping[str, Option], ...] = ({},)
     """Options (and `chunks`) for each variant shown when all schedules are compared."""
     twins: int = 1
-    """2: two mirrored pipelines share the ranks, and each runs half of the micro-batches."""
+    """2 if two mirrored pipelines share the ranks, each running half of the micro-batches."""
     pairs: bool = False
     """Whether forward and backward passes already alternate, so that pairs only need to be
     marked."""
@@ -63,7 +63,7 @@ class Generator:
     searches: Callable[[int, int], bool] = lambda _pp, _num_microbatches: False
     """Takes (ranks, micro-batches) and returns whether a search produces the table."""
     flags: str | None = None
-    """Training flags that select the schedule, with `{chunks}` filled in. None:
+    """Training flags that select the schedule, with `{chunks}` filled in. If None, the flag is
     `--pipeline-schedule NAME`."""
 
     def complete(

@@ -135,7 +135,7 @@ class Variant(NamedTuple):
 
     limit: int | None = None
     """Maximum number of slices (or whole micro-batches) that may be between their first F and their
-    last I or B at the same time; None: unlimited."""
+    last I or B at the same time. None means no limit."""
     forwards_first: bool = False
     """Whether F runs before I. If so, once the cap is reached, W runs as soon as an F needs the
     room."""

@@ -48,7 +48,7 @@ class Patience:
     """By position: the action's duration under these costs, to calibrate the unit of time."""
     gains: Sequence[float] = ()
     """By position of the head: the time saved by running the head in a pair; 0 if it runs alone.
-    Empty: no pairs."""
+    Empty if there are no pairs."""
 
 
 class Policy(ABC):
@@ -58,7 +58,7 @@ class Policy(ABC):
     """
 
     patience: Patience | None = None
-    """None: the policy never waits for the head."""
+    """If None, the policy never waits for the head."""
 
     def __init__(self, schedule: Schedule, rank: int, *, pairs: bool) -> None:
         self.progress = Progress(schedule, rank)
@@ -184,7 +184,7 @@ class Hint(Policy):
         cap: Maximum number of activations, counted separately for each stage, that the rank may
             keep. It must be at least the table's peak on that rank.
         weights_fill: Whether W may leave its position in the table and run if no other action can.
-        patience: See `patience.py`; None: never wait for the head.
+        patience: See `patience.py`. If None, the policy never waits for the head.
         stash_ratio: Size of a weight stash in activations (`table/memory.py`), at least 1.
     """
 
@@ -446,10 +446,10 @@ def arena_slots(
     The peak includes both directions. The second half of the slots is for messages that have
     arrived but have not been consumed. The result does not exceed the arena's limit.
 
-    `extra_activations` is the allowance for a dynamic order; None: the static order. Each edge gets
-    slots for the activations that a policy may keep beyond the table's peak. A greedy policy may
-    keep all activations, so it may need more slots. Messages without a slot wait in the sender's
-    memory.
+    `extra_activations` is the allowance for a dynamic order, or None for the static order. Each
+    edge gets slots for the activations that a policy may keep beyond the table's peak. A greedy
+    policy may keep all activations, so it may need more slots. Messages without a slot wait in the
+    sender's memory.
     """
     extra_slots = 0
     if extra_activations is not None:

@@ -186,7 +186,7 @@ def programs(
 ) -> dict[Place, list[Meeting]]:
     """Return each rank's messages, for both twins, in the order in which the rank starts them.
 
-    `order` is the table's message order; None: compute it.
+    `order` is the table's message order. If None, it is computed.
 
     Raises:
         ScheduleError: An action needs a message before the rank starts its receive.
@@ -244,7 +244,7 @@ def _other_end(twin: int, transfer: Transfer) -> Place:
 def check_queues(schedule: Schedule, order: MessageOrder | None = None) -> None:
     """Check that a table completes even if each rank runs everything in a single queue.
 
-    `order` is the table's message order; None: compute it.
+    `order` is the table's message order. If None, it is computed.
 
     Raises:
         ScheduleError: The ranks deadlock; the message says where.

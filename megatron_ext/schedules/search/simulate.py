@@ -236,18 +236,18 @@ class Clock:
         self._slices_in_step = schedule.slices_in_step
         # By kind and stage: the duration without jitter.
         self._durations = costs.durations(schedule)
-        # By kind and action (`Costs.action_factors`); None: all factors are 1.
+        # By kind and action (`Costs.action_factors`). None means that all factors are 1.
         self._factors = None
         if costs.jitter or costs.microbatch_scale or schedule.num_slices > 1:
             self._factors = costs.action_factors(schedule)
         self._hides = costs.hides
         self._exchanges = costs.exchanges or (costs.all_to_all,) * schedule.num_stages
         self._latency = costs.latency
-        # By direction and message; None: all factors are 1.
+        # By direction and message. None means that all factors are 1.
         self._link_factors = costs.link_factors(schedule) if costs.link_jitter else None
         self.is_free = not (costs.latency or schedule.disaggregated)
         """Whether every message arrives when its action ends."""
-        # By an action's kind and stage: the link to each receiver; None: no latency.
+        # By an action's kind and stage: the link to each receiver. None if links have no latency.
         self._links: dict[Kind, list[list[Link | None]]] = {}
         for kind, outputs_by_stage in schedule.links.items():
             self._links[kind] = []

@@ -105,7 +105,7 @@ class Output(NamedTuple):
     target: Action
     """The action that needs the result."""
     link: Link | None
-    """The link that carries the tensor; None: the tensor stays on its rank."""
+    """The link that carries the tensor, or None if the tensor stays on its rank."""
 
 
 class Bypass(NamedTuple):
@@ -160,13 +160,13 @@ class Schedule:
     earlier slices. It runs their backward passes in reverse, because a backward pass adds to the
     gradients of the keys and values that it reads."""
     slice_sizes: SliceSizes = ()
-    """Slice sizes by micro-batch, if lengths differ; `slices` is then unused. Empty: all
+    """Slice sizes by micro-batch, if lengths differ; `slices` is then unused. If empty, all
     micro-batches are cut into `slices`."""
     pairs: tuple[frozenset[int], ...] = ()
     """By rank: positions of forward passes that run as one action together with the following
     backward pass, so that the computation in each pass hides the communication in the other. A pair
     starts when the inputs of both actions have arrived, and sends its results when both have
-    finished. Empty: the table has no pairs. Code that reads only the rows sees the two actions in
+    finished. Empty if the table has no pairs. Code that reads only the rows sees the two actions in
     sequence, which is correct for counting activations and gradients, and for the order in which
     gradients are summed."""
 

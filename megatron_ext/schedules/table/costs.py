@@ -39,21 +39,21 @@ class Costs:
     latency: float = 0.0
     """Time from the end of an action until its output arrives on another rank."""
     stages: tuple[tuple[float, float, float], ...] = ()
-    """Forward, input-gradient and weight-gradient times on each stage, for uneven stages; empty:
+    """Forward, input-gradient and weight-gradient times on each stage, for uneven stages. If empty,
     each stage is an equal share of the model."""
     microbatch_scale: tuple[float, ...] = ()
-    """Factor on each micro-batch's durations, for uneven lengths; empty: all factors are 1."""
+    """Factor on each micro-batch's durations, for uneven lengths. If empty, all factors are 1."""
     slice_scale: tuple[tuple[float, ...], ...] = ()
     """For tables with slices by length: the forward time of each slice in each micro-batch,
-    relative to a sample as long as the longest micro-batch. Empty: each micro-batch is one sample,
-    whose cost follows from `Schedule.slice_sizes` and `attention`."""
+    relative to a sample as long as the longest micro-batch. If empty, each micro-batch is one
+    sample, whose cost follows from `Schedule.slice_sizes` and `attention`."""
     jitter: float = 0.0
     """Sigma of the log-normal factor (mean 1) on each action's duration."""
     link_jitter: float = 0.0
     """Sigma of the log-normal factor (mean 1) on each message's latency."""
     launch: float = 0.0
-    """Host time to launch an action on a device; 0: the host computes the action. A launch starts
-    once at most `AHEAD - 1` earlier actions on the rank are still running."""
+    """Host time to launch an action on a device; 0 if the host itself computes the action. A launch
+    starts once at most `AHEAD - 1` earlier actions on the rank are still running."""
     attention: float = 0.0
     """Share of core attention in a forward pass and in a full backward pass: at least 0, below 1.
     The cost of attention grows with the square of the length, so slices of equal length differ in
@@ -61,7 +61,7 @@ class Costs:
     all_to_all: float = 0.0
     """Share of all-to-all communication between experts in F and I: at least 0, below 1."""
     exchanges: tuple[float, ...] = ()
-    """All-to-all share on each stage; empty: all stages have the same share."""
+    """All-to-all share on each stage. If empty, all stages have the same share."""
     hides: float = 1.0
     """Fraction of the hideable all-to-all that a pair hides. At 1, communication and computation
     together take as long as the longer of the two; at 0, they take as long as their sum."""

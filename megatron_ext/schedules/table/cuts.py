@@ -213,7 +213,7 @@ def spread(
         num_stages: Number of stages.
         first: Work in the first stage besides its layers, in units of a layer.
         last: Work in the last stage besides its layers, in units of a layer.
-        rank_of: The rank of each stage; None: each stage is on a separate rank.
+        rank_of: The rank of each stage. If None, each stage is on a separate rank.
     """
     rank_of = rank_of or range(num_stages)
     stage_work = [0.0] * num_stages

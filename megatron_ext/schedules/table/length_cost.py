@@ -74,10 +74,10 @@ class LengthCost:
         Args:
             hidden_size: h, the model width.
             ffn_hidden_size: Width of the feed-forward network; for mixtures of experts, the total
-                width of the experts that process a token; None: 4h.
+                width of the experts that process a token. If None, it is 4h.
             gated: Whether the feed-forward network has a third matrix, as in SwiGLU.
-            query_width: Number of heads times head width; None: h.
-            key_width: Number of key-value groups times head width; None: the query width.
+            query_width: Number of heads times head width. If None, it is h.
+            key_width: Number of key-value groups times head width. If None, it is the query width.
 
         Raises:
             ScheduleError: A width is not positive.

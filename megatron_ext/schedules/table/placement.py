@@ -68,8 +68,8 @@ class Placement:
     def source(self, stage: int, kind: str) -> int | None:
         """Return the stage whose tensor an action on a given stage needs.
 
-        Activations go to higher stages, gradients to lower stages. None: the action reads data, the
-        loss or, like W, only results from its own stage.
+        Activations go to higher stages, and gradients go to lower stages. None means that the
+        action reads data, the loss or, like W, only results from its own stage.
         """
         if kind == "W":
             return None

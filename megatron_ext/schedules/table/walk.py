@@ -52,7 +52,7 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
 
 
 class _Tensors(NamedTuple):
-    """Tensor numbers of an action for micro-batch 0, slice 0; -1: no tensor."""
+    """Tensor numbers of an action for micro-batch 0, slice 0; -1 means no tensor."""
 
     needed: int
     produced: int
