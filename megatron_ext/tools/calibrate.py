@@ -2,9 +2,9 @@
 
 `plan --calibrate` needs one device and takes minutes. Megatron builds each type of layer in the
 model with random weights, alone and together with the embedding or the loss, and this module times
-the passes. The input gradient is timed with weights that require no gradient. The rest of the whole
-backward pass is the time for the weight gradient. `plan --trace-dir` takes the times from a traced
-run.
+the passes. To time the input gradient alone, the weights are set to require no gradient. The rest
+of the whole backward pass is the time for the weight gradient. `plan --trace-dir` takes the times
+from a traced run.
 """
 
 # ruff: noqa: T201 - commands report on stdout and stderr
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         num_experts=min(model.num_experts, _MOST_EXPERTS),
         top_k=min(model.top_k, _MOST_EXPERTS),
     )
-    # Measure, and compare with the formula for the described device.
+    # Measure the layers, and compare the times with the formula for the described device.
     name, memory_gib = devices.name_and_memory()
     described = _described(name, args.devices)
     seconds = measure(model, sharding)
@@ -116,7 +116,7 @@ def _described(name: str, devices: str | None) -> DeviceKind:
     """Return the description to correct: for this device, or for the most similar device.
 
     Raises:
-        ArgumentsError: There is no description of this device, and the user has named none.
+        ArgumentsError: There is no description of this device, and the user has not named one.
     """
     if devices is None:
         kind = kind_of(name)

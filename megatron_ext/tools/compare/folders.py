@@ -34,7 +34,7 @@ _TRAINING_FLAGS = {
     "output": "--output",
     "command_words": "the command after --",
 }
-"""Parsed argument -> its flag, for settings that only apply when training."""
+"""Parsed argument -> its flag, for settings that have an effect only when training."""
 
 
 def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> int:

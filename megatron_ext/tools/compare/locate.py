@@ -100,9 +100,9 @@ class Difference:
     candidate: Origin | None
     """None: the candidate never computed the tensor."""
     relative: float | None
-    """Approximate norm of the difference, relative to the norm in the reference. 0: smaller than
-    single precision can resolve. None: only one run computed the tensor, or the runs split it
-    differently."""
+    """Approximate norm of the difference, relative to the norm in the reference. 0: the difference
+    is smaller than single precision can resolve. None: only one run computed the tensor, or the
+    runs split it differently."""
     tolerance: float = 0.0
     """Allowed relative difference, or 0 if the bits must be equal."""
 
@@ -628,7 +628,8 @@ class _Comparing:
         kind = key[0]
         if self._replicas_differ:
             if kind == "weight gradient":
-                # Ranks sum different micro-batches or tokens, so only reduced gradients can match.
+                # Ranks sum over different micro-batches or tokens, so only reduced gradients can
+                # match.
                 return
             if kind == "backward":
                 # The two runs divide a micro-batch's gradients by different numbers.
@@ -636,7 +637,7 @@ class _Comparing:
         tolerance = self._tolerance(step, key)
         if not _has_same_parts(reference, candidate):
             relative = _difference_of_norms(reference, candidate)
-            # Norms of parts are rounded in a different order even if all elements are equal.
+            # Norms computed from parts are rounded differently even if all elements are equal.
             tolerance = max(tolerance, STATED_TOLERANCE)
             if relative is not None and not relative <= tolerance:
                 yield _Mismatch(

@@ -160,7 +160,8 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
     speed = None
     if step_s and reference_s and contender is not reference:
         speed = reference_s / step_s
-    # All rounds train on the same batches, so use any round whose number of tokens is known.
+    # All rounds train on the same batches, so use the number of tokens from any round in which it
+    # is known.
     known_tokens = [record.tokens for record in records if record.tokens is not None]
     tokens_per_s = None
     if known_tokens and step_s:

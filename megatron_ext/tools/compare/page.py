@@ -197,7 +197,8 @@ def _timeline(label: str, timeline: dict[str, Any], longest: float) -> str:
     for number, row in enumerate(rows):
         top = number * _ROW
         shapes.append(
-            # The margin has room only for the rank's number, without its place in the groups.
+            # The margin has room only for the rank's number, but not for its position in the
+            # groups.
             f'<text x="4" y="{top + 13}">{escape(row["label"].partition(" (")[0])}</text>'
         )
         for kind, begin, length, title in row["spans"]:

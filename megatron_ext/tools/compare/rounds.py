@@ -283,7 +283,8 @@ class Comparison:
     locates: bool
     """Whether to name the first tensor that differs."""
     calibrates: bool
-    """Whether to learn how much numbers may differ from a run that is rounded differently."""
+    """Whether to run the reference with different rounding, to learn how much numbers may
+    differ."""
     folder: Path = Path()
     rounded_digests: Path | None = None
     """The digests of the run that was rounded differently, or None if there is no such run."""
@@ -482,8 +483,8 @@ class Comparison:
             last_step = (
                 row.deviations.first_iteration if row.deviations is not None else None
             )
-            # Train only up to the first iteration with different numbers: digests are slow and
-            # large.
+            # Train only up to the first iteration with different numbers, because digests are slow
+            # and large.
             num_steps = (last_step or first_step) - first_step + 1
             try:
                 digests = self._record(contender, num_steps, {}, load, counter, stop)

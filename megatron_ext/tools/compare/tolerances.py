@@ -77,7 +77,8 @@ REASONS = {
     "--clip-grad 0",
     "norm": "the reported gradient norm is summed over other ranks",
 }
-"""What differs between two runs, in the order checked -> why their numbers may differ."""
+"""What differs between two runs, in the order in which it is checked -> why their numbers may
+differ."""
 
 # Rounding errors grow from step to step, so these tolerances are valid for a few tens of steps.
 TOLERANCES = {"single": (1e-4, 1e-3), "half": (2e-2, 1e-1)}
@@ -168,7 +169,7 @@ def _difference(
         return "merged"
     if config.twins != reference_config.twins:
         return "twins"
-    # Megatron sums the squares of gradients over ranks, even where the norm clips nothing.
+    # Megatron sums the squares of gradients over ranks, even if the norm is not used for clipping.
     if not has_same_stages:
         clips = getattr(settings, "clip_grad", None) != 0
         return "clip" if clips else "norm"

@@ -237,7 +237,7 @@ def check_native() -> Iterator[Diagnosis]:
 
 
 def check_patches() -> Iterator[Diagnosis]:
-    """Check that each patch's target is the code that the patch was written for."""
+    """Check that the target of each patch is the code for which the patch was written."""
     from megatron_ext.patches import listing
     from megatron_ext.patches.registry import REGISTRY
 

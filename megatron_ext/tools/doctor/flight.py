@@ -425,7 +425,7 @@ def _keys_and_values_gib(plan: Layout) -> float:
 def _idle_devices(
     plan: Layout, better: Layout | None, device: DeviceKind, remedy: str
 ) -> Diagnosis:
-    """Return a diagnosis of how long devices wait, and better flags if they gain much."""
+    """Return a diagnosis of how long devices wait, and better flags if these gain much."""
     finding = (
         f"devices wait for {100 * plan.idle:.0f} % of the pipeline's time, {plan.step_s:.3g} s "
         "per step by forecast"
@@ -632,7 +632,7 @@ def _better(
 ) -> list[_Change]:
     """Return the fastest layout with these settings if it beats the user's, else an empty list."""
     try:
-        # Search only for the best layout, because the user waits for about ten searches.
+        # Search only for the best layout, because the user has to wait for about ten searches.
         answer = search(replace(job, fixed=kept), keep=1)
     except ArgumentsError:
         # No sizes divide evenly with these settings.

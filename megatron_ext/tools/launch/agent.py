@@ -212,7 +212,8 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     # If the disk is full, the launcher still gets the report.
     with suppress(OSError):
         folder.write_json("agent.json", {**runs.record(), **ended})
-    # Send in a thread with a time limit: a launcher that no longer reads would block this process.
+    # Send in a thread with a time limit, because a launcher that no longer reads would block this
+    # process.
     last = threading.Thread(target=send, args=(ended,), daemon=True)
     last.start()
     last.join(_CLOSE_S)
@@ -413,7 +414,7 @@ def main() -> int:
             output.flush()
 
     def live() -> None:
-        # If the launcher is gone, `_follow_launcher` notices because our input closes.
+        # If the launcher is gone, `_follow_launcher` notices this, because standard input closes.
         with suppress(OSError):
             while True:
                 time.sleep(_ALIVE_S)

@@ -243,7 +243,7 @@ class Agents:
                     # This includes the time that the message took to arrive.
                     "ahead_s": message.get("clock", 0.0) - time.time(),
                 }
-            # A connection may close after the answer, unless the host must go on to run the job.
+            # A connection may close after the answer, unless the host is about to run the job.
             elif index in self.connections and (op == "run" or index not in answers):
                 connection = self.connections[index]
                 code = connection.process.returncode

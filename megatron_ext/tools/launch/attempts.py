@@ -100,7 +100,7 @@ def with_restarts(
         # which may change.
         attempt = replace(plan, run_id=f"{plan.run_id}-r{num_restarts}")
         able = _able_hosts(hosts, completed, attempt, args.preflight_timeout)
-        # Never shrink a job: with fewer replicas, the batch could differ.
+        # Never shrink a job, because with fewer replicas, the batch could differ.
         num_hosts, num_ranks = len(completed.hosts), completed.world_size
         num_missing = num_hosts - len(able[:num_hosts])
         # With --keep-going, hosts from the reserve replace missing training hosts.

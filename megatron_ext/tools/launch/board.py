@@ -238,7 +238,7 @@ class OtherBoard:
         now = time.monotonic()
         is_time = now >= self._beats_at_s
         try:
-            # Remove a note only after it was written, so that none is lost on an error.
+            # Remove a note only after it was written, so that no note is lost if an error occurs.
             while self._notes:
                 self._board.write(self._notes[0])
                 self._notes.popleft()

@@ -1,4 +1,4 @@
-"""What the user sees of a job: output lines from its ranks and the launcher."""
+"""Shows the user the output lines from a job's ranks and from the launcher."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def default_variables(flags: Sequence[str]) -> dict[str, str]:
     variables = {
         # torchrun would set the same value, but with a warning.
         "OMP_NUM_THREADS": "1",
-        # Otherwise, every rank warns about missing kernels and deprecated calls in Megatron.
+        # Without this, every rank prints warnings about missing kernels and deprecated calls in
+        # Megatron.
         "PYTHONWARNINGS": "ignore",
     }
     # Megatron rejects a value of 1 with FSDP, so keep CUDA's default of 8.

@@ -63,7 +63,7 @@ class Rank:
         self.local_rank = local_rank
         self.is_lost = False
         log_dir.mkdir(parents=True)
-        # Unbuffered, so that `logs` and the agent read every line at once.
+        # Open the log unbuffered, so that `logs` and the agent can read every line immediately.
         self._log = (log_dir / "stdout.log").open("wb", buffering=0)
         self._is_shown = is_shown
         environment = {
@@ -270,8 +270,8 @@ class Keeper:
     def _watch(self) -> None:
         """Wait until no more ranks are running, or until the ranks had to be stopped."""
         while True:
-            # Check this before recording losses: if a rank exits in between, the next turn records
-            # it.
+            # Check this before recording losses. If a rank exits in between, the next turn records
+            # its loss.
             is_needed = self._runs_ranks() or self._board.is_needed
             self._note_losses()
             self._board.take_turn()

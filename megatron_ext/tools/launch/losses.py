@@ -39,7 +39,7 @@ class Loss:
 
 
 def loss_in_words(loss: Json) -> str:
-    """Return a description of when and how a rank was lost, and how much time that cost."""
+    """Return a description of when and how a rank was lost, and how much time the loss cost."""
     clock = time.strftime("%H:%M:%S", time.localtime(loss["at"]))
     cost = "no step since"
     if loss["back_after_s"] is not None:

@@ -34,7 +34,7 @@ _SECRET = re.compile("TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNOREC
 # Values of --pipeline-transport that need --node-ips.
 _BETWEEN_HOSTS = ("auto", "tcp", "rdma")
 _IMPLYING_TRANSPORT = frozenset({"--use-dpp", "--forward-backward-disaggregating"})
-# torchrun's default, for dry runs, which contact no host to find a free port.
+# torchrun's default port, for dry runs, which do not contact a host to find a free port.
 _DEFAULT_PORT = 29500
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - refused
 
@@ -567,7 +567,7 @@ def _quoted(word: str) -> str:
     """Return a word quoted for bash, with visible escapes for control characters."""
     if word.isprintable():
         return shlex.quote(word)
-    # Escape single bytes, because they need not form valid text, and bash accepts such escapes in
-    # every locale.
+    # Escape single bytes, because the bytes need not form valid text, and bash accepts such escapes
+    # in every locale.
     escaped = os.fsencode(word).decode("latin-1").encode("unicode_escape").decode()
     return "$'" + escaped.replace("'", r"\'") + "'"

@@ -79,7 +79,8 @@ def _tasks(text: str, num_hosts: int) -> list[int]:
 def state(job: str) -> str | None:
     """Return the state of a job, such as PENDING, or None if Slurm has no record of the job."""
     try:
-        # Slurm forgets a job minutes after its end (MinJobAge), and then calls its id invalid.
+        # Slurm forgets a job a few minutes after its end (MinJobAge), and then reports its id as
+        # invalid.
         return run("squeue", "--noheader", "--format=%T", "--jobs", job).strip() or None
     except LaunchError as error:
         if "Invalid job id" in str(error):

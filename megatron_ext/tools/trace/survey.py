@@ -236,7 +236,7 @@ class _Sample:
 
     @property
     def measures(self) -> list[Iteration]:
-        """The representative iterations, which are used to measure costs."""
+        """The representative iterations, which are the ones used to measure costs."""
         measures = []
         for (is_no_measure, _), iteration in self._iterations.items():
             if not is_no_measure:
