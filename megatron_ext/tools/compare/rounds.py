@@ -218,7 +218,8 @@ def _with_equal_masks(
 ) -> Recipe:
     """Return the recipe, plus `--microbatch-rng` if it uses dropout and the other flags allow it.
 
-    Dropout then draws the same masks under all schedules, so the numbers can be compared.
+    Dropout then draws the same masks under all schedules with the same stages, so their numbers can
+    be compared.
     """
     settings = _preflight(args, recipe, reference).checked_args
     rates = (
@@ -227,7 +228,10 @@ def _with_equal_masks(
     )
     if args.speed_only or not any(rates) or recipe.has("--microbatch-rng"):
         return recipe
-    note = "added: --microbatch-rng, so that dropout draws the same masks in all runs"
+    note = (
+        "added: --microbatch-rng, so that dropout draws the same masks in all runs with the same "
+        "stages"
+    )
     changed = replace(
         recipe, flags=(*recipe.flags, "--microbatch-rng"), notes=(*recipe.notes, note)
     )
