@@ -77,6 +77,22 @@ def fields_beyond_tokens(chunk: torch.nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
+def declared_fields(forward_step: Any) -> tuple[str, ...]:
+    """Return the names of the data fields `[b, s]` that a forward step declares.
+
+    Programs set them as `forward_step.fields_along_sequence`, for example for the advantages of
+    tokens. Wrappers by `functools` pass them on.
+    """
+    while not hasattr(forward_step, "fields_along_sequence"):
+        if isinstance(forward_step, partial):
+            forward_step = forward_step.func
+        elif hasattr(forward_step, "__wrapped__"):
+            forward_step = forward_step.__wrapped__
+        else:
+            return ()
+    return tuple(forward_step.fields_along_sequence)
+
+
 def check_model(chunk: torch.nn.Module) -> None:
     """Check that the model of a chunk can run in slices.
 

@@ -34,6 +34,7 @@ from megatron_ext.devices import device_of
 from megatron_ext.errors import ScheduleError
 from megatron_ext.features.slices.sliceable import (
     check_model,
+    declared_fields,
     declares_slices,
     fields_beyond_tokens,
     sliced_layers,
@@ -701,6 +702,7 @@ class SlicedData(MicrobatchData):
         packed_bounds: [micro-batch] -> the bounds of its packed sequences, if the step has read
             them ahead.
         required: Names of the fields that an item must have if it is cut.
+        declared: Names of fields along the sequence, in addition to those of Megatron.
     """
 
     def __init__(
@@ -711,9 +713,11 @@ class SlicedData(MicrobatchData):
         num_padding: int = 1,
         packed_bounds: Sequence[tuple[int, ...]] = (),
         required: Sequence[str] = (),
+        declared: Sequence[str] = (),
     ) -> None:
         super().__init__(data.iterator, data.exchange, data.observers)
         self._required = required
+        self._along_sequence = (*_ALONG_SEQUENCE, *declared)
         self._bounds = bounds
         self._num_slices = num_slices
         self._num_padding = num_padding
@@ -744,7 +748,7 @@ class SlicedData(MicrobatchData):
             return None
         item: Mapping[str, Any] = super().take(microbatch)
         bounds = self._bounds[microbatch]
-        slices = _cut(item, bounds, self._num_padding)
+        slices = _cut(item, bounds, self._num_padding, self._along_sequence)
         for name in self._required:
             if len(bounds) > 2 and item.get(name) is None:
                 raise ScheduleError(
@@ -771,12 +775,15 @@ def _documents_on_host(item: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _cut(
-    item: Any, bounds: Sequence[int], num_padding: int = 1
+    item: Any,
+    bounds: Sequence[int],
+    num_padding: int = 1,
+    along_sequence: Sequence[str] = _ALONG_SEQUENCE,
 ) -> list[dict[str, Any]]:
     """Cut a micro-batch into slices. Empty slices have `num_padding` tokens, which are all 0.
 
     A micro-batch has, by name:
-    - tensors along the sequence, `[b, s]`;
+    - tensors along the sequence, `[b, s]`, with the names in `along_sequence`;
     - the attention mask, `[b, 1, s, s]`, True where a token must not attend;
     - fields that each slice gets whole: bounds of packed sequences, `[1, sequences + 1]`, and
       values per sample, `[b]`.
@@ -791,9 +798,11 @@ def _cut(
     for begin, end in pairwise(bounds):
         fields = {}
         for name, tensor in item.items():
-            if _is_whole_in_slices(name, tensor):
+            if name not in along_sequence and _is_whole_in_slices(name, tensor):
                 fields[name] = tensor
-            elif name in _ALONG_SEQUENCE and tensor.shape[1:] == (num_tokens,):
+            elif tensor is None:
+                fields[name] = None
+            elif name in along_sequence and tensor.shape[1:] == (num_tokens,):
                 fields[name] = tensor[:, begin:end].contiguous()
                 if begin == end:
                     fields[name] = tensor.new_zeros((len(tensor), num_padding))
@@ -811,9 +820,16 @@ def _cut(
                     fields[name] = mask.triu(1)
             else:
                 shape = list(getattr(tensor, "shape", ()))
+                remedy = "leave it out of the data"
+                if shape[1:] == [num_tokens]:
+                    # Its name does not say whether a slice needs this part of it alone.
+                    remedy = (
+                        "if it has one value for each token, set "
+                        f"forward_step.fields_along_sequence = ({name!r},)"
+                    )
                 raise ScheduleError(
                     f"{name} {shape} of a micro-batch cannot be cut into slices of {num_tokens} "
-                    "tokens; leave it out of the data, or leave the slices out"
+                    f"tokens; {remedy}, or leave the slices out"
                 )
         slices.append(fields)
     return slices
@@ -821,10 +837,6 @@ def _cut(
 
 def _is_whole_in_slices(name: str, tensor: Any) -> bool:
     """Return whether each slice gets a micro-batch field unchanged."""
-    if tensor is None:
-        return True
-    if name in _ALONG_SEQUENCE:
-        return False
     num_dims = getattr(tensor, "ndim", 0)
     if num_dims == 2 and name.startswith(_OF_PACKED):
         return len(tensor) == 1
@@ -870,6 +882,7 @@ class SlicedCompute(StageCompute):
                     self._multiple,
                     call.packed_bounds,
                     fields_beyond_tokens(chunk),
+                    declared_fields(self._user_step),
                 )
             )
         self.call = replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -965,7 +966,14 @@ def cut_batches() -> None:
             {"tokens": torch.zeros(2, 7)},
             r"tokens \[2, 7\] of a micro-batch cannot be cut",
         ),
-        ({"images": torch.zeros(2, SEQUENCE)}, "images"),
+        (
+            {"images": torch.zeros(2, SEQUENCE)},
+            r"images .* set forward_step.fields_along_sequence = \('images',\)",
+        ),
+        (
+            {"images": torch.zeros(2, 7)},
+            r"images \[2, 7\] .* leave it out of the data",
+        ),
         ([1], "the data iterator yields a list"),
     ]:
         items = SlicedData(MicrobatchData(iter([wrong])), [BOUNDS], 3).view(0)
@@ -975,6 +983,11 @@ def cut_batches() -> None:
     whole: Any = [item(0)]
     with pytest.raises(ScheduleError, match="but the data comes from a list"):
         SlicedData(MicrobatchData(whole), [BOUNDS], 3).view(0)
+    advantages = torch.arange(2.0 * SEQUENCE).view(2, -1)
+    with_advantages = MicrobatchData(iter([{**item(0), "advantages": advantages}]))
+    data = SlicedData(with_advantages, [BOUNDS], 3, declared=["advantages"])
+    parts = [data.take(number)["advantages"] for number in range(3)]
+    assert torch.cat(parts, 1).equal(advantages)
     # A forward step that shifts tokens would lose the target of the last token of each slice.
     cut_bounds = (BOUNDS, (0, SEQUENCE))
     unlabelled = MicrobatchData(iter([item(0), item(1)]))
@@ -984,6 +997,22 @@ def cut_batches() -> None:
     ):
         data.take(0)
     assert data.take(3)["tokens"].shape == (2, SEQUENCE), "a whole one needs none"
+
+
+def test_a_forward_step_declares_its_fields_through_wrappers() -> None:
+    from megatron_ext.features.slices.sliceable import declared_fields
+
+    def forward_step(data: object, model: object) -> None:
+        """Do nothing."""
+
+    @functools.wraps(forward_step)
+    def wrapped(data: object, model: object) -> None:
+        forward_step(data, model)
+
+    assert declared_fields(forward_step) == ()
+    forward_step.fields_along_sequence = ("advantages",)
+    assert declared_fields(forward_step) == ("advantages",)
+    assert declared_fields(functools.partial(wrapped, model=None)) == ("advantages",)
 
 
 def fields_by_model() -> list[tuple[str, ...]]:
