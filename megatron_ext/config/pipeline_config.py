@@ -358,7 +358,8 @@ def _mistake_of_slices(c: PipelineConfig) -> str | None:
         if is_set:
             return (
                 f"{{slices:{{c.slices}}}} cannot run with {{{field_name}}}: it cuts all "
-                "micro-batches alike; use {slice_tokens:4096} instead, or leave one of them out"
+                "micro-batches alike; use {slice_tokens:4096} without {slices}, or leave one of "
+                "them out"
             )
     if c.runs_no_table:
         return (

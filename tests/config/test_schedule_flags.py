@@ -350,9 +350,9 @@ REFUSED = {
             ("--reset-attention-mask --tensor-model-parallel-size 2",
              "--reset-attention-mask and", "leave one of them out"),
             ("--pipeline-balance order", "--pipeline-balance: it cuts all micro-batches alike",
-             "use --pipeline-slice-tokens 4096 instead, or leave one of them out"),
+             "use --pipeline-slice-tokens 4096 without --pipeline-slices, or leave one of"),
             ("--variable-seq-lengths", "--variable-seq-lengths: it cuts all micro-batches alike",
-             "use --pipeline-slice-tokens 4096 instead, or leave one of them out"),
+             "use --pipeline-slice-tokens 4096 without --pipeline-slices, or leave one of"),
         ]
     },
     "slices by length with windows": (

@@ -60,7 +60,7 @@ def test_help_is_printed_where_a_text_is_no_format() -> None:
 
 def test_a_contrary_flag_is_refused_with_the_reason() -> None:
     with pytest.raises(
-        ArgumentsError, match=r"--transformer-impl is 'transformer_engine', cpu ne"
+        ArgumentsError, match=r"--transformer-impl is 'transformer_engine', but cpu ne"
     ):
         prepare(_parse("--transformer-impl", "transformer_engine"))
 

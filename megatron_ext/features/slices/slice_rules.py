@@ -52,7 +52,7 @@ TEXTS = {
             logits are stored by micro-batch, but a slice has only a part of them; leave one of them
             out
         decoder_seq_length
-            only --seq-length is cut into slices; leave one of them out
+            slices cut only the encoder's sequence; leave one of them out
         perform_rl_step
             batches of Megatron's RL are tuples, but slices are cut by the names of tensors; leave
             one of them out

@@ -159,7 +159,7 @@ def test_another_shape_in_recomputation(run: Run) -> None:
 
     made = run(layer, torch.ones(4, requires_grad=True))
     with pytest.raises(
-        ScheduleError, match=r"published \(2,\) .* but \(3,\) .* in a recomputation"
+        ScheduleError, match=r"published \(2,\) .* but \(3,\) .* in its recomputation"
     ):
         made.sum().backward()
 

@@ -246,7 +246,7 @@ def test_a_table_that_adds_gradients_in_another_order_is_refused() -> None:
         tuple(a._replace(microbatch=2 - a.microbatch) for a in row)
         for row in table.rows
     ]
-    with pytest.raises(ScheduleError, match="not in the order of micro-batches"):
+    with pytest.raises(ScheduleError, match="not in micro-batch order"):
         policies("hint", replace(table, rows=tuple(backwards)))
 
 

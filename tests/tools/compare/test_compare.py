@@ -584,7 +584,7 @@ def test_no_tolerance_is_learned_if_rounding_changes_everything(
     assert compare(monkeypatch, *words, "--", *RECIPE.split()) == 1
     shown = capsys.readouterr().out
     assert "no tolerance was learned, so the stated one holds: that run" in shown
-    assert "differs by more than rounding explains" in shown
+    assert "differ by more than rounding explains" in shown
 
 
 @pytest.mark.parametrize("locates", [True, False])

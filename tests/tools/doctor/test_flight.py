@@ -68,7 +68,7 @@ CASES = {
         ONE.format(64) + PP.format(4) + "--hybrid-layer-pattern M*M-M*", "layout", "FAIL",
         "^6 layers do not divide into 4 stages",
     ),
-    "no tokens": (DEVICE + "--seq-length 0", "training", "FAIL", "--seq-length is missing"),
+    "no tokens": (DEVICE + "--seq-length 0", "training", "FAIL", "--seq-length is 0"),
     "letters of another model": (
         DEVICE + "--pipeline-model-parallel-layout Et|tL", "layout", "FAIL", "has 2 layers",
     ),
@@ -139,7 +139,7 @@ CASES = {
     ),
     "no number": (ONE.format(64) + PP.format("x"), "training", "FAIL", "size (is )?'x'"),
     "no sizes": (
-        ONE.format(64) + "--hidden-size 0", "training", "FAIL", "--hidden-size is missing",
+        ONE.format(64) + "--hidden-size 0", "training", "FAIL", "--hidden-size is 0",
     ),
     "#1450": (DEVICE + "--num-virtual-stages-per-pipeline-rank 2 --variable-seq-lengths "
               "--moe-token-dispatcher-type alltoall", "known hang", "WARN", "1450"),
