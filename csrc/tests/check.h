@@ -85,7 +85,7 @@ inline int join_child(pid_t pid) {
         }                                                                                    \
     } while (false)
 
-// The expression throws Type, and its text contains `part`.
+// Checks that the expression throws Type with a text that contains `part`.
 #define CHECK_THROWS(expression, Type, part)                                                 \
     do {                                                                                     \
         std::string thrown_text = "nothing";                                                 \

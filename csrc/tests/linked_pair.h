@@ -1,6 +1,7 @@
 #pragma once
 
-// Two processes with an endpoint each, linked over a wire, for the tests of links.
+// Two processes, each with its own endpoint, that are linked over a wire; used by the tests of
+// links.
 
 #include <netinet/in.h>
 #include <sys/socket.h>

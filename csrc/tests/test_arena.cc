@@ -89,7 +89,7 @@ TEST(impossible_arenas_are_refused) {
 }
 
 TEST(foreign_segments_are_refused) {
-    CHECK_EQ(attach_with(12, 2).size().num_slots, 2U);  // unchanged: good
+    CHECK_EQ(attach_with(12, 2).size().num_slots, 2U);  // unchanged: valid
     CHECK_THROWS(attach_with(0, 1), TransportError, "something else");
     CHECK_THROWS(attach_with(8, 9), TransportError, "another version");
     CHECK_THROWS(attach_with(12, 3), TransportError, "3 slots of 64 bytes do not fill");

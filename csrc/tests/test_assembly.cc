@@ -6,7 +6,7 @@
 
 using namespace megatron_ext;
 
-// A message that is larger than any memory must be an allocation error, also under a sanitizer.
+// A message that is larger than any memory must cause an allocation error, even under a sanitizer.
 extern "C" const char* __asan_default_options() { return "allocator_may_return_null=1"; }
 extern "C" const char* __tsan_default_options() { return "allocator_may_return_null=1"; }
 

@@ -20,7 +20,7 @@ TEST(buffers_are_used_again) {
     first.reset();
     CHECK(pool.idle_bytes() >= 100000);
     CHECK(pool.take(90000).get() == address);
-    CHECK(pool.take(1000).get() != address);  // it would be mostly waste
+    CHECK(pool.take(1000).get() != address);  // the block would be mostly waste
 }
 
 TEST(memory_stays_below_what_was_used_at_once) {

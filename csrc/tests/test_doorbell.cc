@@ -46,7 +46,7 @@ void wait_until(const Doorbell& bell, Condition condition) {
 
 pid_t thread_id() { return static_cast<pid_t>(::syscall(SYS_gettid)); }
 
-/// Returns once the thread sleeps in the kernel, which it only does in a wait. `task` is a folder
+/// Returns once the thread sleeps in the kernel, which happens only in a wait. `task` is a folder
 /// in /proc.
 void wait_until_asleep(const std::string& task) {
     for (;;) {

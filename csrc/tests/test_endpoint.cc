@@ -91,7 +91,7 @@ TEST(a_wait_is_interrupted_though_rings_come_all_the_time) {
 
 TEST(what_finds_no_room_goes_on_while_both_sides_compute) {
     // Neither process calls its endpoint while the other one needs it: the sender's service thread
-    // must push the pieces for which the sender's first call found no room.
+    // must push the pieces for which there was no room during the sender's first call.
     const Signal sent;
     const Signal taken;
     constexpr std::size_t kBytes = 1U << 21;

@@ -34,7 +34,7 @@ void ring_on(ProcessBell& bell, int cpu) {
 TEST(nobody_spins_for_a_ring_that_cannot_come_meanwhile) {
     ProcessBell bell = ProcessBell::create();
     const Deadline begin = Clock::now();
-    CHECK(!bell.spin(bell.sequence(), kLong));  // there was no ring so far
+    CHECK(!bell.spin(bell.sequence(), kLong));  // there has been no ring so far
     if (stay_on(0)) {
         ring_on(bell, 0);
         CHECK(!bell.spin(bell.sequence(), kLong));  // the ringer needs this CPU

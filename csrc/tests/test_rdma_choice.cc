@@ -21,7 +21,7 @@ GidEntry gid(int index, const char* address, const char* type = "RoCE v2",
     return {index, *gid_of_address(address), type, net_device};
 }
 
-/// GIDs as on a usual adapter: each address once for each version of RoCE.
+/// GIDs as on a usual adapter: each address appears once for each version of RoCE.
 RdmaDevice adapter(const std::string& name, const std::string& ipv4) {
     return {name, "", "",
             {port({gid(0, "fe80::1", "IB/RoCE v1"), gid(1, "fe80::1"),

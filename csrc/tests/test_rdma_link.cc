@@ -1,4 +1,5 @@
-// Endpoints of one process, linked over the fake library; each has its own thread where both wait.
+// Endpoints of one process, linked over the fake library. If both must wait, each has its own
+// thread.
 
 #include "rdma/rdma_link.h"
 
@@ -104,7 +105,7 @@ TEST(a_device_writes_into_the_memory_that_is_sent) {
 TEST(ten_thousand_random_messages_arrive_undamaged) {
     Linked pair;
     constexpr std::uint64_t kEachSide = 5000;
-    constexpr std::uint64_t kAhead = 50;  // taken in a random order among so many
+    constexpr std::uint64_t kAhead = 50;  // order is random among this many
     const auto size_of = [](std::uint64_t tag) {
         std::minstd_rand random(static_cast<unsigned>(tag + 1));
         random.discard(3);
@@ -208,7 +209,7 @@ TEST(a_sender_that_only_waits_for_room_looks_for_its_peer) {
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
     const Faults faults("wc=12");
-    CHECK(!pair.left.flush(kForEver, nullptr));  // nothing was sent since, except a probe
+    CHECK(!pair.left.flush(kForEver, nullptr));  // nothing has been sent since, except a probe
     CHECK(report(pair.left).state == PeerState::kDied);
 }
 
@@ -218,7 +219,7 @@ TEST(what_arrived_before_a_failure_is_received) {
         for (std::uint64_t tag = 0; tag < 3; ++tag) {
             send(pair.left, 1, tag, 100);
         }
-        CHECK(pair.left.flush(kForEver, nullptr));  // all have arrived, and none was received
+        CHECK(pair.left.flush(kForEver, nullptr));  // all have arrived, but none has been received
         [[maybe_unused]] const auto failure = fail();
         pair.right.add(0, pair.right_link);
         for (std::uint64_t tag = 0; tag < 3; ++tag) {

@@ -118,7 +118,7 @@ TEST(the_size_is_sealed_for_everybody) {
 
 TEST(foreign_and_damaged_files_are_refused) {
     constexpr off_t kFileBytes = kHeaderBytes + 100;
-    CHECK_EQ(Segment::attach(forge(kFileBytes, 12, 4096)).size_bytes(), 100U);  // unchanged: good
+    CHECK_EQ(Segment::attach(forge(kFileBytes, 12, 4096)).size_bytes(), 100U);  // unchanged: valid
     const auto attach = [](UniqueFd fd) { return Segment::attach(std::move(fd)); };
     CHECK_THROWS(attach(forge(kFileBytes, 0, 1)), TransportError, "lacks the header");
     CHECK_THROWS(attach(forge(kFileBytes, 8, 99)), TransportError, "layout version 99");

@@ -228,7 +228,7 @@ TEST(the_thread_that_writes_lets_no_owner_go) {
     info.num_bytes = 1;
     sender.queue(info, bytes.get(), bytes);
     CHECK_EQ(sender.write(mine.get(), owners), 0);
-    CHECK_EQ(owners.all.size(), 1U);  // though there is another one, which may end any time
+    CHECK_EQ(owners.all.size(), 1U);  // although there is another one, which may end at any time
 }
 
 TEST(an_end_without_farewell_is_a_death) {

@@ -2,8 +2,8 @@
 
 With full uniform recomputation, a backward pass needs only each layer's input. A forward rank has
 all these inputs, so it sends them in one message, and its backward rank skips the stage's forward
-pass: it builds the graph from the shipped layer outputs, and computes each layer when the layer's
-backward pass runs, as in ordinary recomputation.
+pass. Instead, the backward rank builds the graph from the shipped layer outputs, and computes each
+layer when the layer's backward pass runs, as in ordinary recomputation.
 """
 
 from __future__ import annotations

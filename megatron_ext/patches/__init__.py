@@ -1,8 +1,8 @@
 """All changes to other packages: patch tables, and the registry that applies them.
 
 A table is a module with a `PatchTable` named `PATCHES`. Each row is a decorator with an id and a
-target; the docstring of the decorated function is the reason: what goes wrong without the patch.
-Importing a table imports neither torch nor Megatron. Add a patch to the table for its upstream
+target. The docstring of the decorated function is the reason for the patch: what goes wrong without
+it. Importing a table imports neither torch nor Megatron. Add a patch to the table for its upstream
 area. To add a table, write the module and list it here.
 """
 

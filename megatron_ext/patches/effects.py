@@ -163,7 +163,8 @@ def logged(
     in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """Megatron does not verify at the first log line that the table ran and the loss arrived."""
-    # One check is enough: a feature that has no effect before the first log line has none later.
+    # One check is enough: a feature that has no effect before the first log line has no effect
+    # later either.
     in_force.is_log_checked = True
     pipeline = in_force.pipeline
     if pipeline is not None and not _acted("schedules.forward_backward"):

@@ -181,8 +181,8 @@ class Registry:
             replaced: Pairs of an original and the patched value.
             modules: Names of the modules that define the originals.
         """
-        # Skip our own modules (they keep originals on purpose), torch's internals (they must keep
-        # calling the originals) and the proxy library.
+        # Skip our own modules (which keep the originals on purpose), torch's internals (which must
+        # keep calling the originals) and the proxy library.
         rebound = rebind(replaced, {"megatron_ext", "torch", "wrapt"})
         self._rebound_copies += rebound
         late_modules = {name for name in modules if name.startswith("megatron.")}

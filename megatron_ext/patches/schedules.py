@@ -189,8 +189,8 @@ def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> 
 
 @PATCHES.row("schedules.measured", f"{_TRAINING}:train")
 def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not log after training how long ranks were idle and how often they left the
-    order of the table.
+    """Megatron does not log after training how long ranks were idle and how often they deviated
+    from the order of the table.
     """
     from megatron_ext.runtime.runtime import log_statistics
 

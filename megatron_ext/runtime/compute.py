@@ -219,10 +219,10 @@ class Call:
     collect_non_loss_data: bool
     first_val_step: bool | None
     seq_length: int = 0
-    """Tokens in a sequence; only used by tables that slice in equal shares."""
+    """Number of tokens in a sequence; used only by tables that cut sequences into equal shares."""
     slice_bounds: Sequence[Sequence[int]] = ()
     """Micro-batch in the table -> the first token of each slice, followed by the number of tokens.
-    Empty if micro-batches are whole, or have slices of equal shares."""
+    Empty if micro-batches are whole, or are cut into equal shares."""
     packed_bounds: Sequence[tuple[int, ...]] = ()
     """Micro-batch in the table -> the bounds of its packed samples, if they were read ahead."""
 
@@ -459,7 +459,7 @@ class StageCompute:
         """Record that this rank has completed the step."""
 
     def unfinished(self) -> list[str]:
-        """Return the backward actions that have not run although their saved tensors are kept."""
+        """Return the backward actions that have not run, but whose saved tensors are still kept."""
         backwards = [f"{stage}B{microbatch}" for stage, microbatch in self._live]
         return backwards + [
             f"{stage}W{microbatch}" for stage, microbatch in self.splits.pending()

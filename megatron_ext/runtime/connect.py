@@ -301,7 +301,7 @@ def open_native(
 
     `rank` and `num_ranks` count all processes in the job. The processes find each other in `store`
     by the transport's name (`name_transport`), and each of the `peers` must list this rank as a
-    peer. `slots` is the number of messages from each peer that this rank has room for. The core
+    peer. `slots` is the number of messages from each peer for which this rank has room. The core
     carries tensors on `device`, or copies of them.
 
     Raises:

@@ -308,8 +308,8 @@ class Runtime:
     ) -> ReadAhead | None:
         """Return a training step's data if its table depends on the data; otherwise None.
 
-        In the former case, this is collective over the job, and `Transport.abort` does not unblock
-        it. If a rank fails between two steps, the other ranks wait here until the launcher
+        In the first case, this call is collective over the job, and `Transport.abort` does not
+        unblock it. If a rank fails between two steps, the other ranks wait here until the launcher
         terminates them or the process group times out.
         """
         for feature in self.features:
@@ -323,7 +323,7 @@ class Runtime:
     ) -> Table:
         """Return the table for a step whose slices depend on the lengths of its micro-batches.
 
-        If the table is new, this is collective over the pipeline-, data- and tensor-parallel
+        If the table is new, this call is collective over the pipeline-, data- and tensor-parallel
         groups.
 
         Raises:
@@ -369,7 +369,7 @@ class Runtime:
     def table(self, num_microbatches: int, *, backward: bool) -> Table:
         """Return the cached table for a number of micro-batches.
 
-        If the table is new, this is collective over the pipeline-, data- and tensor-parallel
+        If the table is new, this call is collective over the pipeline-, data- and tensor-parallel
         groups, which check that all ranks generated the same table.
 
         Raises:
@@ -506,7 +506,7 @@ class Runtime:
 
     def _check_split(self, table: Table, chunks: Sequence[torch.nn.Module]) -> None:
         """Log if W had nothing to compute in the first step with split backward passes."""
-        # In this case the step is correct, but slower than its table. Either the patch
+        # In this case the step is correct, but slower than its table predicts. Either the patch
         # `split_backward.linear` does not fit this Megatron release, or the model has custom
         # layers.
         self._has_split = any(
@@ -579,7 +579,8 @@ class Runtimes:
 
     def close(self) -> None:
         """Close the transports."""
-        # Stop the thread of `run_ahead` first, because it calls the transport when an action ends.
+        # Stop the thread of `run_ahead` first, because that thread calls the transport when an
+        # action ends.
         for runtime in self:
             if runtime.run_ahead is not None:
                 runtime.run_ahead.close()
@@ -598,7 +599,7 @@ def in_force() -> Runtimes:
 
 
 def totals() -> tuple[Measured, int]:
-    """Return this process's training statistics so far, and how many bytes it has sent."""
+    """Return this process's training statistics so far, and the number of bytes sent."""
     together = Measured()
     runtimes = list(in_force())
     for runtime in runtimes:

@@ -26,7 +26,7 @@ Contract with the executor:
 
 * The order of a stage's Ws affects the last bits of the results, and all ranks in a tensor-parallel
   group must run their Ws in the same order.
-* A message's memory may be reused after W, not after I.
+* A message's memory may be reused only after W, not after I.
 * Split chunks stay in DDP's `no_sync` for the whole step (`runtime/sync.py`).
 """
 
@@ -201,7 +201,8 @@ class SplitBackward:
     def may_wait(self, weight: torch.nn.Parameter, *, gathers: bool = False) -> bool:
         """Return whether a weight's gradient may wait for W; called from a layer within I.
 
-        If it may not, this accumulates the weight's earlier gradients now, to keep their order.
+        If it may not wait, this method accumulates the weight's earlier gradients now, to keep
+        their order.
 
         Args:
             weight: A leaf.

@@ -34,7 +34,7 @@ class PostponingLayers:
 
     Once constructed, the layers in the stage's chunk defer only inside this object's context, and
     pass queue entries (layer, operands, product) to `put`. Without `put`, they are unchanged.
-    `may_wait` takes a layer's weights, and is called at each entry of the context.
+    `may_wait` takes a layer's weights, and is called each time the context is entered.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ def _into_new_memory(
     """Make the product of a grouped layer allocate its gradients only when it runs.
 
     Without gradient accumulation fusion, the layer queues uninitialised memory. The layer passes
-    the same list to autograd, which would accumulate that memory.
+    the same list to autograd, which would accumulate the uninitialised values.
     """
     empty = partial(
         torch.empty, (len(gradients), *gradients[0].shape),

@@ -33,9 +33,9 @@ _LOG = logging.getLogger(__name__)
 class StoreConnection:
     """An attempt's connection to its ranks' rendezvous store.
 
-    A rank that waits in the store for a lost rank waits for minutes, and torch cannot cancel the
-    wait. Shutting down the connection unblocks the rank. The store that Megatron passes serves all
-    attempts, so each attempt needs a connection that nothing else uses.
+    A rank that waits in the store for a lost rank would wait for minutes, and torch cannot cancel
+    the wait. Shutting down the connection unblocks the rank. The store that Megatron passes serves
+    all attempts, so each attempt needs a connection that nothing else uses.
     """
 
     def __init__(self) -> None:

@@ -108,8 +108,8 @@ class Tags(dict[Message, int]):
                 raise TransportError(
                     f"{message} exceeds the limits of message tags: a step has at most "
                     f"{1 << _STAGE_BITS} stages, {1 << _MICROBATCH_BITS} micro-batches, "
-                    f"{1 << _SLICE_BITS} slices of each and {1 << _PART_BITS} tensors for each of "
-                    "these; use fewer micro-batches or slices"
+                    f"{1 << _SLICE_BITS} slices of each micro-batch and {1 << _PART_BITS} "
+                    "tensors in each message; use fewer micro-batches or slices"
                 )
             tag = tag << num_bits | value
         self[message] = tag
@@ -329,8 +329,8 @@ class NativeTransport:
         tag = self._tags[message] | self._step
         try:
             # If the receiver has no room, a thread in the core sends the message while this process
-            # computes. Pass the storage to keep alive instead of the tensor: the caller may replace
-            # the tensor's `data`.
+            # computes. Pass the storage, not the tensor, as the object to keep alive, because the
+            # caller may replace the tensor's `data`.
             endpoint.send(
                 target,
                 tag,

@@ -209,7 +209,7 @@ class _Rendezvous:
             return connections
 
     def _give_up(self, reason: str, connections: Mapping[int, Connection]) -> None:
-        """Publish the reason to all known peers, and wake the peers that this rank connected to."""
+        """Publish the reason to all known peers, and wake those to which this rank connected."""
         secrets_of_peers = [address.secret for address in self._peer_addresses.values()]
         note = {"reason": reason, "to": secrets_of_peers}
         self._store.set(
@@ -262,7 +262,7 @@ class _Rendezvous:
                     raise TransportError(
                         f"rank {peer} gave up connecting: {note['reason']}"
                     )
-                # The notice is from an earlier run, so wait for the address in this run.
+                # The notice is from an earlier run, so wait for the address of this run.
                 self._left_s(f"rank {peer} to listen")
                 time.sleep(_RETRY_S)
         except RuntimeError as error:  # an error from the store, such as a time-out

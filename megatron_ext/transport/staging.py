@@ -1,9 +1,10 @@
 """Carries device tensors over a transport for host tensors, staged through pinned memory.
 
 A send copies the tensor to pinned host memory, on a separate stream that waits for the computation.
-A thread sleeps until the copy is complete, and then sends it, or publishes the slot that contains
-it. A received tensor is copied to the device directly from where it arrived in host memory. The
-caller therefore never waits for the device, and memory is read only after its copy is complete.
+A thread sleeps until the copy is complete, and then sends the copy, or publishes the slot that
+contains it. A received tensor is copied to the device directly from where it arrived in host
+memory. The caller therefore never waits for the device, and memory is read only after its copy is
+complete.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class StagedTransport:
         self._copies = copies
         self._timeout_s = timeout_s
         self._drained_s = 0.0
-        # Use two threads: a send may wait for a long computation, which must not delay releases:
-        # they free peers' slots.
+        # Use two threads, because a send may wait for a long computation, which must not delay
+        # releases: releases free the peers' slots.
         self._sends = Afterwards("sends", self.abort)
         self._releases = Afterwards("releases", self.abort)
         self._pinned: list[int] = []

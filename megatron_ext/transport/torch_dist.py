@@ -77,9 +77,9 @@ class TorchTransport:
         self._timeout_s = timeout_s
         self._matches_tags = dist.get_backend() == dist.Backend.GLOO
         # Whether a receive needs the shape from the preceding header, and therefore blocks the
-        # host. If so, each call starts the receives that are due at its beginning rather than at
-        # the end of the previous call: by then, the computation between the two calls has been
-        # launched.
+        # host. If so, the receives that are due are started at the beginning of the next call
+        # rather than at the end of the previous one, because by then the computation between the
+        # two calls has been launched.
         self._one_by_one = shapes_travel and not self._matches_tags
         self._me = dist.get_rank()
         links = set(links)
@@ -296,7 +296,7 @@ class TorchTransport:
         ):
             raise TransportError(
                 f"{message} exceeds the limits of message tags: a step has at most 512 stages, "
-                f"16384 micro-batches and 7 tensors for each of these; use fewer micro-batches"
+                f"16384 micro-batches and 7 tensors in each message; use fewer micro-batches"
             )
         # Slices may share a tag: messages with the same tag arrive in the order of the sends, which
         # is the order of the posted receives.

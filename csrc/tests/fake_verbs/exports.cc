@@ -121,7 +121,8 @@ EXPORT int ibv_query_port(Context*, std::uint8_t port, PortAttr* attr) {
     return 0;
 }
 
-/// GIDs 0 link-local, 1 ::ffff:10.77.0.1, 2 empty, 3 2001:db8::1, 4 ::ffff:172.17.0.1.
+/// GID 0 is link-local, 1 is ::ffff:10.77.0.1, 2 is empty, 3 is 2001:db8::1 and 4 is
+/// ::ffff:172.17.0.1.
 EXPORT int ibv_query_gid(Context*, std::uint8_t, int index, Gid* gid) {
     const char* const texts[] = {"fe80::1", "::ffff:10.77.0.1", "::", "2001:db8::1",
                                  "::ffff:172.17.0.1"};
