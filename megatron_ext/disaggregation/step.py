@@ -78,7 +78,7 @@ def forward_backward(
     if call.get("adjust_tensor_shapes_fn") is not None:
         raise ScheduleError(
             "adjust_tensor_shapes_fn, as distillation sets it, changes what stages exchange, but "
-            "the roles exchange one tensor; leave --forward-backward-disaggregating out"
+            "the roles exchange only one tensor; leave --forward-backward-disaggregating out"
         )
     model = call["model"]
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]

@@ -105,8 +105,8 @@ def _refuse_scripts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     if parse_args(ignore_unknown_args=True).inprocess_restart:
         raise ArgumentsError(
             "--inprocess-restart: from 0.18 on, Megatron's own scripts parse flags only once, so a "
-            "restart has none; unset MEGATRON_LM_PATH to run the training loop of the installed "
-            "megatron-core, or leave --inprocess-restart out"
+            "restarted run has no flags; unset MEGATRON_LM_PATH to run the training loop of "
+            "the installed megatron-core, or leave --inprocess-restart out"
         )
     return call(*args, **kwargs)
 

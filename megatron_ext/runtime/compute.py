@@ -96,7 +96,7 @@ class MicrobatchData:
         except KeyError:
             raise ScheduleError(
                 f"the forward step called next() a second time for micro-batch {microbatch}; with "
-                f"--pipeline-schedule call it once for each micro-batch"
+                f"--pipeline-schedule call it only once for each micro-batch"
             ) from None
         # On a crossed stage, the data (such as BERT's padding mask) must come from the twin, just
         # like the activations.

@@ -220,7 +220,7 @@ def _one_for_each(data: Any, num_chunks: int) -> list[Any]:
     if len(iterators) != 1:
         raise ScheduleError(
             f"data_iterator has {len(iterators)} iterators, but this rank holds {num_chunks} model "
-            "chunks; give one for each chunk, or one that they share"
+            "chunks; give one iterator for each chunk, or one that all chunks share"
         )
     [shared] = iterators
     if shared is None:
@@ -228,8 +228,8 @@ def _one_for_each(data: Any, num_chunks: int) -> list[Any]:
     if not hasattr(shared, "__next__"):
         raise ScheduleError(
             f"data_iterator is a {type(shared).__name__}, which the {num_chunks} model chunks of "
-            "this rank cannot share; give an iterator, such as iter(data_loader), or a list of one "
-            "for each chunk"
+            "this rank cannot share; give an iterator, such as iter(data_loader), or a list with "
+            "one iterator for each chunk"
         )
     # Use `tee` because each chunk reads all micro-batches, at its own pace; `map(next, ...)`
     # because Megatron's RerunDataIterator has no __iter__; and `copy` because forward steps write

@@ -154,9 +154,7 @@ def _missing_package(
         "megatron_ext",
     }:
         return None
-    remedy = (
-        f"no extra of megatron-ext installs it: pip install {package}, if it runs here"
-    )
+    remedy = f"no extra of megatron-ext installs it: pip install {package}, if it can run here"
     if _is_in_extra(package, "upstream"):
         remedy = "pip install 'megatron-ext[upstream]' installs what its scripts need"
     return UserError(

@@ -269,7 +269,7 @@ class DirectTransport:
             buffer = mapped[number]
             if math.prod(shape) * dtype.itemsize > buffer.num_bytes:
                 raise RuntimeError(
-                    f"{shape} of {dtype} is more than {buffer.num_bytes} bytes"
+                    f"{shape} of {dtype} exceeds {buffer.num_bytes} bytes"
                 )
             tensor = self._sharing.pull(buffer, shape, dtype)
         except RuntimeError as error:
