@@ -20,10 +20,10 @@ struct ArenaSize {
 /// Shared memory through which one process sends messages to another, which owns the memory.
 ///
 /// The sender puts a piece into any free slot, then the slot's number into `order`, then counts it
-/// in `published`. So the receiver sees pieces in the order in which they were sent, whatever slots
-/// they use. The receiver releases slots in any order, as bits in `released`, which the sender
-/// collects. Each word is written in one direction only, so the death of either process leaves no
-/// lock behind. See Inbox and Outbox for the two ends.
+/// in `published`. So the receiver sees pieces in the order in which they were sent, regardless of
+/// the slots that they use. The receiver releases slots in any order, as bits in `released`, which
+/// the sender collects. Each word is written in one direction only, so the death of either process
+/// leaves no lock behind. See Inbox and Outbox for the two ends.
 class Arena {
   public:
     static constexpr std::uint32_t kMaxSlots = 1024;

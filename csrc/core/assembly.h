@@ -16,7 +16,7 @@ namespace megatron_ext {
 /// Not synchronised.
 class Assembly {
   public:
-    /// `source` is for error messages only.
+    /// `source` is used only in error messages.
     Assembly(int source, BufferPool pool);
 
     /// Number of the next piece.

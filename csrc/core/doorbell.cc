@@ -26,7 +26,8 @@ timespec to_timespec(Deadline deadline) {
 
 /// Sleeps once while *word == seen, until `deadline`. Returns on a wake-up, on a signal, at the
 /// deadline or spuriously: the caller checks the word again. FUTEX_WAIT_BITSET is FUTEX_WAIT with
-/// an absolute monotonic time-out; without FUTEX_PRIVATE_FLAG other processes can wake it.
+/// an absolute monotonic time-out; without FUTEX_PRIVATE_FLAG, other processes can also wake the
+/// sleeper.
 void sleep_while_equal(const std::atomic<std::uint32_t>* word, std::uint32_t seen,
                        Deadline deadline) {
     timespec until{};

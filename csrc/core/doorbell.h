@@ -7,7 +7,8 @@
 
 namespace megatron_ext {
 
-/// Wakes threads of any process that shares one 32-bit word of memory, by futex; waits sleep.
+/// Wakes threads, by futex, in all processes that share one 32-bit word of memory. Waiting threads
+/// sleep.
 ///
 /// The word is a sequence number that ring() increments. A waiter that must not lose a wake-up does
 ///
@@ -26,8 +27,8 @@ namespace megatron_ext {
 /// are not counted. Exactly 2^32 rings between sequence() and wait() go unnoticed.
 class Doorbell {
   public:
-    /// `word` points to 4 zeroed or shared bytes, aligned to 4; throws std::invalid_argument
-    /// otherwise.
+    /// `word` points to 4 zeroed or shared bytes, aligned to 4. Otherwise, throws
+    /// std::invalid_argument.
     explicit Doorbell(void* word);
 
     /// Number of rings so far, modulo 2^32.

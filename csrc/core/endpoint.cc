@@ -13,7 +13,7 @@
 namespace megatron_ext {
 namespace {
 
-/// The time for which close() waits until peers have accepted their messages.
+/// How long close() waits for peers to accept their messages.
 constexpr std::chrono::seconds kPartingTime{2};
 
 bool is_open(const Link& link) noexcept { return link.state() == PeerState::kOpen; }

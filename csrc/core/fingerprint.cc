@@ -73,7 +73,7 @@ __attribute__((always_inline)) inline void add_strip(const float* values,
     }
     auto bits = static_cast<std::uint64_t>(result.bits);
     for (std::size_t i = 0; i < num_columns; ++i) {
-        // The sum counts as a signed number, as in the definition.
+        // The sum is treated as a signed number, as in the definition.
         const auto sum = static_cast<std::int64_t>(static_cast<std::int32_t>(sums[i]));
         bits += static_cast<std::uint64_t>(sum) *
                 static_cast<std::uint64_t>(columns.factors[first + i]);
@@ -100,7 +100,8 @@ Fingerprint on_any_processor(const float* values, const FingerprintConstants& ro
 }
 
 #if defined(__x86_64__)
-// Wheels must run on every x86-64 processor, whose baseline lacks a product of 32-bit vectors.
+// Wheels must run on every x86-64 processor, and the baseline of x86-64 lacks a product of 32-bit
+// vectors.
 __attribute__((target("avx2"))) Fingerprint with_avx2(const float* values,
                                                       const FingerprintConstants& rows,
                                                       const FingerprintConstants& columns) {

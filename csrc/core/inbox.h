@@ -26,7 +26,7 @@ namespace megatron_ext {
 /// thread may release messages.
 class Inbox {
   public:
-    /// `source` is for error messages only.
+    /// `source` is used only in error messages.
     Inbox(int source, ArenaSize size, BufferPool pool);
 
     /// The descriptor to pass to the sender.

@@ -69,10 +69,10 @@ struct LinkCounts {
 ///   progress().
 /// - Waking: a link that has descriptors() makes the endpoint run a service thread. It sleeps in
 ///   epoll, edge-triggered, on the descriptors of all links. It calls progress() of a link when one
-///   of its descriptors has an event, or when next_progress() has come; and of all links after
-///   bell->wake_service(). So progress() must continue until every descriptor returns EAGAIN, or
-///   return with next_progress() in the past. A link without descriptors (shared memory) is checked
-///   by each call of the endpoint; its peer rings `bell`.
+///   of its descriptors has an event, or when the time next_progress() has come. After
+///   bell->wake_service(), it calls progress() of all links. So progress() must continue until
+///   every descriptor returns EAGAIN, or return with next_progress() in the past. A link without
+///   descriptors (shared memory) is checked by each call of the endpoint; its peer rings `bell`.
 /// - Ends: progress() detects the end of the peer. state() leaves kOpen once and never returns to
 ///   it. A peer that exits without calling say_closed() or say_aborted() has died.
 ///
@@ -87,11 +87,11 @@ class Link {
     Link& operator=(const Link&) = delete;
     virtual ~Link() = default;
 
-    /// Name of the wire, for messages: "shm", "tcp", "rdma".
+    /// Name of the wire, for logs and errors: "shm", "tcp" or "rdma".
     virtual const char* wire() const noexcept = 0;
 
-    /// Sends a message; only while the state is kOpen. `owner` keeps `bytes` alive until they are
-    /// copied: send() may release it, or passes it to LinkEvents::sent(). Never waits.
+    /// Sends a message; call it only while the state is kOpen. `owner` keeps `bytes` alive until
+    /// they are copied: send() may release it, or passes it to LinkEvents::sent(). Never waits.
     virtual void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
                       LinkEvents& events) = 0;
 
@@ -99,8 +99,8 @@ class Link {
     /// wire has no slots; in that case, use send(). Never waits.
     virtual std::shared_ptr<std::byte> reserve(std::uint64_t /*num_bytes*/) { return nullptr; }
 
-    /// Sends a message whose bytes are in memory from reserve(); only while the state is kOpen.
-    /// Throws std::invalid_argument if the bytes are elsewhere. Never waits.
+    /// Sends a message whose bytes are in memory from reserve(); call it only while the state is
+    /// kOpen. Throws std::invalid_argument if the bytes are elsewhere. Never waits.
     virtual void publish(Message, LinkEvents&) {
         throw std::invalid_argument("nothing is reserved on this wire");
     }

@@ -18,7 +18,8 @@ namespace megatron_ext {
 /// Concurrency: one thread calls the members; a forked child must call abandon().
 class Service {
   public:
-    /// The ids of the descriptors with events; `woken` after wake_service() of the bell.
+    /// The ids of the descriptors that have events; `woken` is true after wake_service() of the
+    /// bell.
     struct News {
         bool woken;
         std::vector<int> ids;
@@ -44,7 +45,7 @@ class Service {
     /// Ends the thread and waits for it.
     void stop() noexcept;
 
-    /// Forgets the thread, which a forked child does not have.
+    /// Forgets the thread, which does not exist in a forked child.
     void abandon() noexcept;
 
   private:

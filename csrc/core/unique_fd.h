@@ -25,7 +25,7 @@ class UniqueFd {
     int get() const noexcept { return fd_; }
     explicit operator bool() const noexcept { return fd_ >= 0; }
 
-    /// Passes ownership of the descriptor to the caller, who must close it.
+    /// Passes ownership of the descriptor to the caller, which must close it.
     [[nodiscard]] int release() noexcept { return std::exchange(fd_, -1); }
 
     /// Closes the owned descriptor, then owns `fd`. close() is not repeated after EINTR: on Linux

@@ -67,7 +67,7 @@ bool has_interface(const std::string& device, const Gid& address, const std::str
     return false;
 }
 
-/// The score of a GID, higher is better; 0 if it is unusable.
+/// The score of a GID: a higher score is better, and 0 means that the GID is unusable.
 int worth_of(const RdmaPort& port, const GidEntry& entry, const RdmaSettings& settings,
              const std::optional<Gid>& address, const std::string& device,
              const std::string& sysfs) {

@@ -44,7 +44,7 @@ std::vector<RdmaDevice> list_devices(const std::string& sysfs = "/sys");
 /// A device that stays open until its last user is gone.
 using OpenedDevice = std::shared_ptr<verbs::Context>;
 
-/// Throws RdmaError if no device has that name, or it cannot be opened.
+/// Throws RdmaError if no device has that name, or if the device cannot be opened.
 OpenedDevice open_device(const std::string& name);
 
 constexpr int mtu_bytes(int code) { return code < 1 || code > 5 ? 0 : 128 << code; }

@@ -6,7 +6,7 @@
 
 namespace megatron_ext {
 
-/// RDMA is unavailable or has failed. Contains the reason, and a remedy if one is known.
+/// RDMA is unavailable or has failed. The text contains the reason, and a remedy if one is known.
 class RdmaError : public TransportError {
   public:
     RdmaError(const std::string& what, const std::string& remedy)

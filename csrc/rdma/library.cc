@@ -23,9 +23,9 @@ std::string last_dl_error() {
     return text == nullptr ? "unknown error" : text;
 }
 
-/// Looks up a symbol of version IBVERBS_1.1. A name has several versions, and dlsym() may return
-/// the oldest, which has another interface. A library without versions, as in tests, has plain
-/// names only.
+/// Looks up a symbol of version IBVERBS_1.1. A name may have several versions, and dlsym() may
+/// return the oldest one, which has a different interface. A library without versions, as in tests,
+/// has plain names only.
 template <typename Function>
 void find(void* handle, const Library& library, const char* name, Function& function) {
     void* symbol = ::dlvsym(handle, name, "IBVERBS_1.1");

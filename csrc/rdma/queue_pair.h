@@ -74,7 +74,7 @@ class QueuePair {
     std::uint32_t number() const noexcept { return queue_pair_->number; }
     std::uint32_t first_psn() const noexcept { return first_psn_; }
 
-    /// Both ends of the connection, for messages.
+    /// Both ends of the connection, for logs and errors.
     std::string text() const;
 
   private:

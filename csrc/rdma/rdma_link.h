@@ -21,9 +21,9 @@ namespace megatron_ext {
 ///
 /// Messages use the same arenas as within a host, synchronised by an RdmaChannel. The device
 /// reports failed writes to their sender, but reports nothing to a receiver whose sender is gone,
-/// or to a sender without writes in flight. So the TCP connection carries close and abort notices,
-/// and if it ends without a notice, the peer has died. A sender that waits for a slot writes an
-/// empty probe each second.
+/// or to a sender that has no writes in flight. So the TCP connection carries close and abort
+/// notices, and if it ends without a notice, the peer has died. A sender that waits for a slot
+/// writes an empty probe each second.
 class RdmaLink final : public Link {
   public:
     /// First half of connecting: allocates the resources of this host. `socket` is a TCP connection

@@ -20,8 +20,8 @@ struct RdmaSettings {
     std::uint8_t traffic_class = 0;     ///< _TC
     std::uint8_t service_level = 0;     ///< _SL
     std::uint8_t timeout = 18;          ///< _TIMEOUT: 4.096 us * 2^timeout for each attempt
-    /// _RETRY: attempts after the first one. To some drivers, including the kernel's software RoCE,
-    /// 7 means forever, which would hide a dead peer.
+    /// _RETRY: attempts after the first one. For some drivers, including the kernel's software
+    /// RoCE, 7 means to retry forever, which would hide a dead peer.
     std::uint8_t retry_count = 6;
 
     /// Throws std::invalid_argument with the variable, the value and the rule.

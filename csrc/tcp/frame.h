@@ -24,7 +24,7 @@ inline constexpr std::uint64_t kTcpPieceBytes = std::uint64_t{1} << 19;
 /// messages would wait needlessly.
 inline constexpr std::uint64_t kFirstRoom = std::uint64_t{4} << 20;
 
-/// The room that a piece takes at its receiver, in bytes. Tiny pieces have a minimum cost.
+/// The room that a piece takes up at its receiver, in bytes. Tiny pieces have a minimum cost.
 constexpr std::uint64_t cost_of_piece(std::uint64_t num_bytes) noexcept { return num_bytes + 256; }
 
 /// The total cost of a message's pieces.

@@ -50,8 +50,8 @@ TcpReceiver::Outcome TcpReceiver::next(int socket, std::uint64_t& budget) {
 }
 
 /// Reads once. If much of a body is outstanding, reads into the body, and at most one header beyond
-/// it, so that only the kernel copies a long message. Otherwise reads into the buffer, which is
-/// empty or holds part of a header. Returns why reading stops, if it does.
+/// it, so that a long message is copied only by the kernel. Otherwise reads into the buffer, which
+/// is empty or holds part of a header. Returns why reading stops, if it stops.
 std::optional<TcpReceiver::Outcome> TcpReceiver::read_more(int socket, std::uint64_t& budget) {
     if (budget == 0) {
         return Outcome::kPause;

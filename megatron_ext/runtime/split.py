@@ -2,7 +2,7 @@
 
 The backward pass of a linear layer consists of two GEMMs: the input gradient, which the previous
 stage waits for, and the weight gradient, which is not needed until the optimizer step. A
-micro-batch's I runs inside `SplitBackward.defer(stage, microbatch)`; its W is
+micro-batch's I runs inside `SplitBackward.defer(stage, microbatch)`; its W is a call of
 `SplitBackward.run(stage, microbatch)`. In between, both operands of each weight gradient are kept:
 the layer's input and the gradient of its output. The result is bitwise equal to upstream's. The
 idea comes from "Zero Bubble Pipeline Parallelism" (Qi et al., 2023).
