@@ -19,9 +19,9 @@ PATCHES = PatchTable()
 
 # torch's Adam, the fallback without TE and Apex, keeps a `step` tensor for each parameter; Adam in
 # TE and Apex keeps one for each group. Upstream's `state_dict` and `load_state_dict` have code for
-# torch's Adam, but no checkpoint survives the round trip: saving fails an assertion, loading
-# raises, or all parameters share one `step` tensor, which each parameter increments. A resumed run
-# needs all rows with this condition.
+# torch's Adam, but no checkpoint survives the round trip: saving fails an assertion, loading raises
+# an error, or all parameters share one `step` tensor, which each parameter increments. A resumed
+# run needs all rows with this condition.
 def _torch_adam() -> bool:
     return not getattr(sys.modules.get(_MODULE), "HAVE_APEX_OR_TE", True)
 

@@ -387,7 +387,7 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
         call(*args, **kwargs)
         return
     # First create a copy with a single stage: its __post_init__ checks everything else about
-    # hyper-connections. Then hide them from the real configuration's check.
+    # hyper-connections. Then hide the hyper-connections from the real configuration's check.
     replace(
         instance,
         pipeline_model_parallel_size=1,

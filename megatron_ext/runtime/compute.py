@@ -163,7 +163,7 @@ _UNCHANGED = nullcontext()
 
 
 def rng_of_this_step(stage: int, microbatch: int) -> AbstractContextManager[None]:
-    """Seed all generators for one forward pass, if the step trains and draws by micro-batch."""
+    """Seed all generators for one forward pass, if its training step seeds by micro-batch."""
     if not (active.draws_by_microbatch() and torch.is_grad_enabled()):
         return _UNCHANGED
     return microbatch_rng(active.iteration(), stage, microbatch)
@@ -228,7 +228,7 @@ class Call:
 
 
 class _Stage(NamedTuple):
-    """The part of a call and its table that concerns one stage."""
+    """The part of a call, and of its table, that concerns one stage."""
 
     model: torch.nn.Module
     data: MicrobatchData

@@ -113,7 +113,8 @@ class Executor:
         # Profilers start and stop between steps. Without a profiler, ranges are pure overhead.
         if torch._C._autograd._profiler_enabled():
             observers.append(ProfilerRanges())
-        # The device may be idle between two actions, so call only observers that override a method.
+        # The device may be idle between two actions, so call only the observers that override the
+        # called method.
         self._begins = [o for o in observers if overrides(o, "begin_action")]
         self._ends = [o for o in observers if overrides(o, "end_action")]
         self._remaining = dict(self.table.actions_by_stage)

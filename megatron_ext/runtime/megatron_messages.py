@@ -80,7 +80,7 @@ class MegatronPipeline:
         return self._tables[num_microbatches]
 
     def begin(self, num_microbatches: int, forward_only: bool) -> None:
-        """Begin a step; an evaluation runs its forward passes in the same order as training."""
+        """Begin a step; an evaluation runs its forward passes in the order of training."""
         table = self._table(num_microbatches)
         sent: list[Transfer] = []
         for exchange in table.exchanges:
@@ -110,7 +110,7 @@ class MegatronPipeline:
 
     def receive(self, kind: MessageKind) -> tuple[torch.Tensor, _Request]:
         """Return an empty leaf that requires grad, and the request that fills it."""
-        # Assign the name here, because Megatron may wait for requests in another order.
+        # Assign the name here, because Megatron may wait for the requests in a different order.
         transfer = self._next(self._to_receive, kind, "receives")
         source, message = self._peers.of(transfer), transfer.message
         # The tensor starts empty. Its shape is sent with it, so variable lengths do not have to be

@@ -176,8 +176,8 @@ class PolicyOrder(Order):
                 ]
                 for decision in self._decisions(positions):
                     for follower in self.followers:
-                        # Keep it on the CPU, so that reading the decision does not wait for a
-                        # device.
+                        # Keep the message on the CPU, so that reading the decision does not wait
+                        # for a device.
                         choice = torch.tensor([decision], dtype=torch.int32)
                         self.transport.isend(choice, follower, Message("D", 0, number))
                     number += 1

@@ -201,8 +201,8 @@ class Runtime:
             )
         self.measured = Measured()
         self._tables: dict[tuple[int, bool], Table] = {}
-        # Slice sizes in tokens, [micro_batch][slice] -> table. Holds only the latest steps with
-        # slices by length.
+        # Slice sizes in tokens, [micro_batch][slice] -> table. Holds only the tables of the latest
+        # steps with slices by length.
         self._tables_by_length: dict[tuple[tuple[int, ...], ...], Table] = {}
         # Table -> its latest program, with the ends for which it was built.
         self._programs: dict[Table, tuple[PipelineEnds, Program]] = {}

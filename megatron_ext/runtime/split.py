@@ -141,8 +141,8 @@ class SplitBackward:
         """Register a stage's model chunk: its embeddings and its Transformer Engine layers.
 
         Call it before each step; it returns at once for chunks that are already registered. Without
-        it, Transformer Engine layers that are built to defer their weight gradients would never
-        compute them. If no backward pass is split, Megatron controls these layers, as with
+        this call, Transformer Engine layers that are built to defer their weight gradients would
+        never compute them. If no backward pass is split, Megatron controls these layers, as with
         `overlap_dispatch_backward_with_experts_wgrad`.
         """
         self.is_in_use = self.is_in_use or splits
@@ -194,7 +194,8 @@ class SplitBackward:
 
     def postponing(self, stage: int) -> PostponingLayers | None:
         """Return a context for the forward pass of a split backward pass; None if not needed."""
-        # Transformer Engine's layers decide in the forward pass whether to defer.
+        # Transformer Engine's layers decide in the forward pass whether to defer their weight
+        # gradients.
         chunk = self._chunks.get(stage)
         return chunk.postponing if chunk and chunk.postponing.layers else None
 
@@ -226,8 +227,8 @@ class SplitBackward:
     ) -> str | None:
         """Return why no tensor-parallel rank defers a weight's gradient, or None if all defer it.
 
-        `reason` is this rank's current reason. Other ranks may not have it, because hooks may
-        differ between ranks, and a rank detects another use in the middle of a step.
+        `reason` is this rank's current reason. Other ranks may not have the same reason, because
+        hooks may differ between ranks, and a rank detects another use in the middle of a step.
         """
         if id(weight) in self._agreed:
             return reason or _OTHER_RANK

@@ -116,7 +116,7 @@ class _ContextWithoutWeight:
 
 
 class LinearGradient(WeightGradient):
-    """`grad_output.t() @ input`, `[out, in]`; if fused, the kernel adds it to `main_grad`."""
+    """`grad_output.t() @ input`, `[out, in]`; a fused kernel adds the product to `main_grad`."""
 
     def __init__(
         self,

@@ -145,9 +145,9 @@ class TrainingSync(Sync):
         # `--align-grad-reduce`, Megatron's default, sets functions that keep reductions from
         # slowing down a B that another rank waits for: a chunk is reduced as a whole after its last
         # B. No rank waits for the last B of stage 0, so there the hooks reduce bucket by bucket, as
-        # in upstream's 1F1B. Without these functions, the hooks may do so for every stage: all
-        # peers have the same order anyway, because the last B of a stage needs the last B of the
-        # next stage.
+        # in upstream's 1F1B. Without these functions, the hooks may reduce bucket by bucket on
+        # every stage: all peers use the same order anyway, because the last B of a stage needs the
+        # last B of the next stage.
         return self._functions is None or (
             stage == 0 and self._uses_ddp_reduction(stage)
         )
@@ -193,8 +193,8 @@ class TrainingSync(Sync):
 
     def _reduce(self, number: int, remaining: AbstractSet[int]) -> None:
         """Start a chunk's next reductions, up to the first bucket group with a pending weight."""
-        # `chunk.start_grad_sync` cannot be used: it can neither force an all-reduce nor start only
-        # some buckets.
+        # `chunk.start_grad_sync` cannot be used: it can neither force an all-reduce nor reduce only
+        # some of the buckets.
         if number not in self._buckets:
             # Use the reverse order of the parameters, because backward passes complete their
             # gradients in that order. The actual order of completion may differ between peers:

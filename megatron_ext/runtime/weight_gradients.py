@@ -125,8 +125,8 @@ def accumulate(products: list[WeightGradient], fetch: Callable[[], None]) -> Non
     """
     weights = products[0].weights
     # Sum unfused gradients first, in the order in which they were recorded, and add the sum once.
-    # Autograd does the same if a weight is used several times in one backward pass, so the bits are
-    # equal.
+    # Autograd does the same if a weight is used several times in one backward pass, so the results
+    # are bitwise equal.
     totals: list[torch.Tensor | None] = [None for _ in weights]
     products.reverse()
     while products:
