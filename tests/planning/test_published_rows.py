@@ -55,8 +55,13 @@ def test_the_tables_of_the_documentation_are_these(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     planner.main(["--layouts"])
+    simumax, bridge, *_ = capsys.readouterr().out.split("\n\n")
     text = (planner.ROWS.parents[1] / "docs/results-planning.md").read_text(
         encoding="utf-8"
     )
-    for line in capsys.readouterr().out.splitlines():
+    for line in bridge.splitlines():
         assert line in text
+    cells = [cell.strip() for cell in simumax.splitlines()[-1].strip("| ").split("|")]
+    _, time_mean, time_worst, memory_mean, memory_worst = cells
+    figures = f"{time_mean} | {time_worst} | {memory_worst} (mean {memory_mean})"
+    assert f"| SimuMax v1.2, 43 rows on 8 B200 | {figures} |" in text
