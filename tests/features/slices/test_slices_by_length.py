@@ -109,11 +109,11 @@ def test_the_same_number_everywhere_is_the_table_of_equal_slices(count: int) -> 
 def test_too_many_slices_name_the_flags_of_slices() -> None:
     sizes = ((1 / MAX_SLICES,) * MAX_SLICES,) * 80
     with pytest.raises(
-        ScheduleError, match=r"5120 slices is .*--pipeline-slice-tokens higher"
+        ScheduleError, match=r"5120 slices needs .*--pipeline-slice-tokens higher"
     ):
         generate("1f1b", 512, 80, slice_sizes=sizes)
     with pytest.raises(
-        ScheduleError, match=r"5120 micro-batches is .*; use fewer; beyond"
+        ScheduleError, match=r"5120 micro-batches needs .*; use fewer; beyond"
     ):
         generate("1f1b", 512, 5120)
 

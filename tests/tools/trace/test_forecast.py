@@ -188,9 +188,9 @@ def test_only_steps_of_the_size_of_the_table_count(tmp_path: Path) -> None:
     found = forecast.predict(read_run(ramped))
     assert found.measured_s == plain.measured_s
     assert found.predictions == plain.predictions, "costs, too"
-    [note] = [note for note in found.notes if "other sizes" in note]
+    [note] = [note for note in found.notes if "whose size differs" in note]
     assert note.endswith(
-        "than the 8 micro-batches of the table do not count: 2 of 2, 3 of 4"
+        "from the 8 micro-batches of the table do not count: 2 of 2, 3 of 4"
     )
     early = write_run(tmp_path / "early", ramp=(2, 2, 4), iterations=3)
     with pytest.raises(
