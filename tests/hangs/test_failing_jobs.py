@@ -1,7 +1,7 @@
 """Jobs of `megatron-ext launch` that fail at random points: the last line names the cause.
 
 A fault strikes one rank of a small training: an exception or a NaN in the model, a hook, the data,
-the loss or the optimizer, a signal, an exit, a rank that stands still, or a file that is missing;
+the loss or the optimizer, a signal, an exit, a rank that stops, or a missing file;
 over every wire, under our schedules and Megatron's own.
 
     FAILING_JOBS=0:300 pytest -m slow tests/hangs/test_failing_jobs.py    seeds of the jobs

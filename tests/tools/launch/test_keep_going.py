@@ -253,7 +253,7 @@ def test_a_job_that_loses_more_ranks_than_are_in_reserve_ends(tmp_path: Path) ->
         job.rank(1).kill()
         assert job.end() == 128 + signal.SIGKILL, job.text[-6000:]
     assert "rank 1 was lost (SIGKILL): only 1 ranks were in reserve" in job.text
-    assert "failed first: localhost: rank 1 was ended by SIGKILL" in job.text
+    assert "failed first: localhost: rank 1 was killed by SIGKILL" in job.text
     assert not list(filter(_is_alive, processes))
     assert not list(filter(os.path.exists, files))
 
@@ -273,7 +273,7 @@ def test_a_rank_that_is_lost_during_the_start_ends_the_job(tmp_path: Path) -> No
     assert (
         "no rank can replace it before all ranks have met, so the job ends" in job.text
     )
-    assert "failed first: localhost: rank 1 was ended by SIGKILL" in job.text
+    assert "failed first: localhost: rank 1 was killed by SIGKILL" in job.text
     assert not marked(job.run_id, 0)
     assert not list(filter(_is_alive, processes))
 
@@ -293,7 +293,7 @@ def test_nothing_outlives_a_killed_keeper(tmp_path: Path) -> None:
         files = _files_in_shared_memory(processes)
         keeper.kill()
         assert job.end() == 128 + signal.SIGKILL, job.text[-6000:]
-    told = "failed first: localhost: the keeper of the ranks was ended by SIGKILL"
+    told = "failed first: localhost: the keeper of the ranks was killed by SIGKILL"
     assert told in job.text
     assert not marked(job.run_id, 0)
     assert not list(filter(_is_alive, processes))
