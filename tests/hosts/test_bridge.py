@@ -154,8 +154,17 @@ def test_iterations_are_skipped_on_ranks_with_several_chunks(own: Any) -> None:
     assert trained(changes, {"schedule": "zb-v"})[-1].losses == own(changes).losses
 
 
-def test_slices(own: Any) -> None:
-    expected, ours = own({}), trained({}, {"schedule": "zb-h1", "slices": 2})[-1]
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"schedule": "zb-h1", "slices": 2},
+        {"schedule": "zb-h1", "slice_tokens": 12},
+        {"schedule": "zb-v", "slice_tokens": "auto", "dynamic": DynamicOrder()},
+    ],
+    ids=["equal", "by length", "by length, automatic and dynamic"],
+)
+def test_slices(settings: dict[str, Any], own: Any) -> None:
+    expected, ours = own({}), trained({}, settings)[-1]
     assert ours.steps == 4
     for losses, evaluated in (
         (ours.losses, expected.losses),

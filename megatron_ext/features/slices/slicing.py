@@ -175,14 +175,19 @@ def sliced_by_length(
     problem = _problem(schedule, table, costs)
     largest = max(map(max, slice_sizes))
     # The search starts a slice while memory is below the cap, so a slice may exceed the cap by the
-    # amount by which it is larger than the mean slice. The last cap has room for the same number of
-    # largest slices, which is always enough.
+    # amount by which it is larger than the mean slice. The third cap has room for the same number
+    # of largest slices, which is enough if all slices take the same time. If later slices are
+    # slower, because of attention, the search may get stuck, so give it more room, one slice at a
+    # time.
     excess = largest - 1 / table.num_slices
-    for cap in (problem.cap - excess, problem.cap):
+    enough = problem.cap * table.num_slices * largest
+    caps = [problem.cap - excess, problem.cap]
+    for num_more in range(2 * max(table.num_slices, schedule.pp) + 1):
+        caps.append(enough + num_more * largest)
+    for cap in caps[:-1]:
         with suppress(ScheduleError):
             return replace(table, rows=search(replace(problem, cap=cap), [Variant()]))
-    problem = replace(problem, cap=problem.cap * table.num_slices * largest)
-    return replace(table, rows=search(problem, [Variant()]))
+    return replace(table, rows=search(replace(problem, cap=caps[-1]), [Variant()]))
 
 
 def _moved_ahead(table: Schedule) -> Schedule:

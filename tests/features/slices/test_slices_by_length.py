@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.config import active
-from megatron_ext.config.pipeline_config import DynamicOrder
+from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
 from megatron_ext.errors import ScheduleError
 from megatron_ext.features.lengths.length_slices import (
     automatic_slice_tokens,
@@ -276,3 +276,18 @@ def test_numbers_of_slices() -> None:
     assert slices_needed(1000, automatic_slice_tokens(1000, 1000, 100)) <= 64
     # A step of 128 equal micro-batches has enough of them.
     assert automatic_slice_tokens(2048, 128 * 2048, 2) == 4096
+
+
+@pytest.mark.parametrize(
+    ("pp", "num_microbatches", "num_slices"), [(4, 8, 8), (8, 16, 2)]
+)
+def test_slices_of_unequal_cost_have_a_table(
+    pp: int, num_microbatches: int, num_slices: int
+) -> None:
+    """The search got stuck at its memory cap if later slices were slower than earlier ones."""
+    config = PipelineConfig(schedule="zb-v", slice_tokens=4, transport="shm")
+    pipeline = active.Pipeline(config, pp, num_microbatches)
+    tokens_of_slices = [(4,) * num_slices] * num_microbatches
+    cost = LengthCost(1.0, 0.6 / (4 * num_slices))
+    table = program.make_table_by_length(pipeline, tokens_of_slices, cost, rank=0)
+    validate(table.schedule)
