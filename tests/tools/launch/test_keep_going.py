@@ -271,7 +271,7 @@ def test_a_rank_that_is_lost_during_the_start_ends_the_job(tmp_path: Path) -> No
         job.rank(1).kill()
         assert job.end() == 128 + signal.SIGKILL, job.text[-6000:]
     assert (
-        "no rank can replace it before all ranks have met, so the job ends" in job.text
+        "no rank can replace it before all ranks have met, so the job stops" in job.text
     )
     assert "failed first: localhost: rank 1 was killed by SIGKILL" in job.text
     assert not marked(job.run_id, 0)
