@@ -250,3 +250,17 @@ def test_edits_in_the_core_of_a_tree_are_not_ignored_in_silence(
     line = f"{in_tree} is ignored, although 1 of its files differ, such as transformer/mlp.py"
     assert (line in done.stderr) == (is_edited and rank == "0")
     assert ("is ignored" in done.stderr) == (is_edited and rank == "0")
+
+
+def test_a_fetched_tree_may_be_of_an_earlier_patch_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = releases.installed_core()
+    assert core is not None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tree = _make_tree(upstream.cache_dir(), (0, 1, 2))
+    monkeypatch.setattr(sys, "path", [])
+    assert upstream.ignored_sources(core) is None
+    # In a tree that the user has chosen, edits are possible.
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(tree.rename(tmp_path / "chosen")))
+    assert "is ignored" in str(upstream.ignored_sources(core))

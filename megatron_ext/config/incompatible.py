@@ -390,13 +390,13 @@ def slice_token_refusals(config: PipelineConfig, args: Namespace) -> list[Refusa
         )
         least_by_reason[reason] = ceil(seq_length / MAX_SLICES)
     refused = []
-    for reason, least in least_by_reason.items():
-        if num_tokens < least:
+    for reason, least_tokens in least_by_reason.items():
+        if num_tokens < least_tokens:
             refused.append(
                 Refusal(
                     "slice_tokens",
                     f"{subject}: {reason}",
-                    f"use --pipeline-slice-tokens={least} or more",
+                    f"use --pipeline-slice-tokens={least_tokens} or more",
                     ScheduleError,
                 )
             )

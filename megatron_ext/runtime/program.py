@@ -235,9 +235,9 @@ def check_same_choice(choice: Choice) -> None:
         return
     descriptions = []
     for flags, ranks in ranks_by_flags.items():
-        others = f" and {len(ranks) - 1} others" if len(ranks) > 1 else ""
+        other_ranks = f" and {len(ranks) - 1} others" if len(ranks) > 1 else ""
         descriptions.append(
-            f"{flags} on rank {ranks[0]}{others}, {choices[ranks[0]].basis}"
+            f"{flags} on rank {ranks[0]}{other_ranks}, {choices[ranks[0]].basis}"
         )
     raise ScheduleError(
         f"auto has chosen different flags: {'; '.join(descriptions)}; name one of them, such "

@@ -50,11 +50,11 @@ class Afterwards:
                 f"a tensor could not be copied between device and host: {self.error}"
             ) from self.error
 
-    def after(self, copied: Copied, then: Callable[[], None], kept: object) -> None:
-        """Run `then` once a copy is complete; keep a reference to `kept` until then."""
+    def after(self, copied: Copied, then: Callable[[], None], storage: object) -> None:
+        """Run `then` once a copy is complete; keep a reference to `storage` until then."""
         with self._changed:
             self._num_left += 1
-        self._jobs.put((copied, then, kept))
+        self._jobs.put((copied, then, storage))
 
     def finish(self, timeout_s: float) -> None:
         """Wait until all jobs are done.
@@ -85,10 +85,10 @@ class Afterwards:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            copied, then, kept = job
+            copied, then, storage = job
             del job
             try:
-                # Wait after an error too: the device continues its copies, so `kept` must keep
+                # Wait after an error too: the device continues its copies, so `storage` must keep
                 # their memory alive.
                 copied.wait()
                 if self.error is None:
@@ -98,7 +98,7 @@ class Afterwards:
                     self.error = error
                     self._abort(f"a tensor could not be copied or sent: {error}")
             # Free the memory before `finish` returns.
-            del copied, then, kept
+            del copied, then, storage
             with self._changed:
                 self._num_left -= 1
                 self._changed.notify_all()

@@ -134,6 +134,12 @@ def ignored_sources(core: Path) -> str | None:
     in_tree = tree / "megatron" / "core"
     if in_tree.resolve() == core.resolve():
         return None
+    # `fetch` gets the release's first tag, and the installed patch release may be later.
+    is_other_version = releases.written_version(in_tree) != releases.written_version(
+        core
+    )
+    if tree == cache_dir() and is_other_version:
+        return None
     differing = []
     for path in sorted(in_tree.rglob("*.py")):
         name = path.relative_to(in_tree)

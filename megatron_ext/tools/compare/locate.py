@@ -692,16 +692,19 @@ class _Comparing:
         Modules that a run never records are left out. For example, pairs call parts of layers, so
         whole layers are not recorded.
         """
-        for tensors, others in ((references, candidates), (candidates, references)):
+        for tensors, tensors_of_other in (
+            (references, candidates),
+            (candidates, references),
+        ):
             # Modules that the other run has recorded for at least one micro-batch.
-            recorded = {(kind, module) for kind, _, module in others}
+            recorded = {(kind, module) for kind, _, module in tensors_of_other}
             for key, tensor in tensors.items():
                 kind, microbatch, module = key
                 is_by_microbatch = (
                     microbatch != NO_MICROBATCH and kind != "weight gradient"
                 )
                 if (
-                    key in others
+                    key in tensors_of_other
                     or not is_by_microbatch
                     or (kind, module) not in recorded
                 ):

@@ -275,8 +275,8 @@ def _repeats(contender: Contender) -> Deviations | None:
     """
     if len(contender.records) < 2:
         return None
-    first, *others = contender.records
-    return largest([deviations(first, record) for record in others])
+    first, *later_rounds = contender.records
+    return largest([deviations(first, record) for record in later_rounds])
 
 
 def median_s(records: Sequence[RunRecord]) -> float | None:

@@ -564,13 +564,15 @@ class Comparison:
         Raises:
             DataError: A run failed.
         """
-        what = "operators" if variables else "digests"
+        recording = "operators" if variables else "digests"
         counter.add(2)
         folders = []
         for owner in (self.contenders[0], contender):
-            name = f"{what}-{self.contenders.index(contender)}-{self.contenders.index(owner)}"
+            name = f"{recording}-{self.contenders.index(contender)}-{self.contenders.index(owner)}"
             folder = self.folder / "digests" / name
-            counter.begin(f"{owner.candidate.label}, {num_steps} steps with {what}")
+            counter.begin(
+                f"{owner.candidate.label}, {num_steps} steps with {recording}"
+            )
             ended = run.launch(
                 [*self.options, "--", *self.recipe.command(owner.candidate, *load)],
                 log_path=self.folder / f"{name}.log",

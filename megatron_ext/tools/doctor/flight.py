@@ -628,12 +628,12 @@ def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
 
 
 def _better(
-    job: Question, kept: dict[str, Any], user_layout: Layout, differences: str
+    job: Question, fixed: dict[str, Any], user_layout: Layout, differences: str
 ) -> list[_Change]:
     """Return the fastest layout with these settings if it beats the user's, else an empty list."""
     try:
         # Search only for the best layout, because the user has to wait for about ten searches.
-        answer = search(replace(job, fixed=kept), keep=1)
+        answer = search(replace(job, fixed=fixed), keep=1)
     except ArgumentsError:
         # No sizes divide evenly with these settings.
         return []
