@@ -75,20 +75,16 @@ def missing_module(target: str) -> UpstreamMismatch | None:
     return missing(target, f"{package} has no such module")
 
 
-def log(
-    mismatches: Sequence[UpstreamMismatch], release: releases.Release | None
-) -> None:
+def log(differences: Sequence[str], release: releases.Release | None) -> None:
     """Log one line, on one rank, about a run on an untested Megatron."""
     # torch.distributed is not initialised yet, so use the launcher's variable.
     if os.environ.get("RANK", "0") != "0":
         return
-    if mismatches and policy() == "warn":
+    if differences and policy() == "warn":
         _LOG.warning(
             "MEGATRON_EXT_DRIFT=warn: the patches in use were not written for Megatron %s: %s",
             releases.core_version(),
-            "; ".join(
-                f"{mismatch.target} has {mismatch.actual}" for mismatch in mismatches
-            ),
+            "; ".join(differences),
         )
     elif releases.is_newer_than_known(release):
         _LOG.warning(
@@ -143,7 +139,10 @@ def _mismatch(target: str, expected: str, actual: str) -> UpstreamMismatch:
     ):
         remedy = tree.how_to_get()
     if not actual.startswith(_NOTHING):
-        remedy += "; or, at your own risk, set MEGATRON_EXT_DRIFT=warn"
+        remedy += (
+            "; or, if the change is yours, set MEGATRON_EXT_DRIFT=warn, which logs whether your "
+            "code still runs"
+        )
     return UpstreamMismatch(
         target,
         expected=expected,

@@ -346,17 +346,17 @@ class Registry:
             UserError: The variable has an invalid value, even without a mismatch.
         """
         drift.policy()
-        mismatches = []
+        differences = []
         for site in self._sites.values():
             mismatch = site.mismatch or drift.missing_module(site.target)
             if mismatch is None or not _concerns_an_acting_patch(site, mismatch):
                 continue
             if drift.refuses(mismatch):
                 raise mismatch
-            mismatches.append(mismatch)
+            differences.append(_difference(site, mismatch))
         if not self._has_logged:
             self._has_logged = True
-            drift.log(mismatches, self.release)
+            drift.log(differences, self.release)
 
     def modules(self) -> list[str]:
         """Return the names of all patched modules, sorted."""
@@ -397,6 +397,15 @@ def _concerns_an_acting_patch(site: Site, mismatch: UpstreamMismatch) -> bool:
         if patch.acting():
             return True
     return False
+
+
+def _difference(site: Site, mismatch: UpstreamMismatch) -> str:
+    """Return how a target differs, and whether a user's edits there still run."""
+    difference = f"{mismatch.target} has {mismatch.actual}"
+    for patch in site.patches:
+        if patch.kind == "replace" and patch.acting():
+            return f"{difference} and does not run, because {patch.id} replaces it"
+    return difference
 
 
 def _idle_row(patch: Patch, state: State) -> Row:

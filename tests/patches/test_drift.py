@@ -128,7 +128,11 @@ def test_the_remedy_is_for_where_the_target_comes_from(
     monkeypatch.setattr(drift.tree, "find_tree", lambda: tmp_path)
     # Forced, because pip leaves a version of the range as it is.
     pip = "with pip install --force-reinstall --no-deps 'megatron-core>=0.16.0,<0.21'"
-    warn = "; or, at your own risk, set MEGATRON_EXT_DRIFT=warn."
+    # Not all users can reinstall: the change may be their own.
+    warn = (
+        "; or, if the change is yours, set MEGATRON_EXT_DRIFT=warn, which logs whether your code "
+        "still runs."
+    )
     place, tag = "megatron.core.a:f", releases.reference().tag
     assert str(drift.missing(place, "no f")).endswith(
         f"{pip}."

@@ -172,6 +172,25 @@ def test_drift_that_is_allowed_is_one_line_on_one_rank(
     assert "fake_upstream.core:add has source" in told[0].getMessage()
 
 
+@pytest.mark.parametrize("kind", ["wrap", "replace"])
+def test_an_edit_is_said_to_run_or_not(
+    package: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+) -> None:
+    monkeypatch.setenv("MEGATRON_EXT_DRIFT", "warn")
+    monkeypatch.setenv("RANK", "0")
+    _pin(monkeypatch, load("core").add, sha256="0" * 64)
+    registry = Registry()
+    registry.register([patch("add", kind=kind)])
+    registry.activate()
+    registry.raise_mismatches()
+    registry.deactivate()
+    loss = "(edited) and does not run, because x replaces it"
+    assert (loss in caplog.text) == (kind == "replace")
+
+
 def test_a_release_newer_than_all_known_runs_where_everything_fits(
     package: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
