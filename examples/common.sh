@@ -49,6 +49,8 @@ prepare_environment() {
     local kind=$1
     if [[ -n ${VIRTUAL_ENV:-} ]]; then
         PYTHON=$VIRTUAL_ENV/bin/python
+        # A container's own prefix, such as /usr, may have no unversioned name.
+        [[ -x $PYTHON ]] || PYTHON=$VIRTUAL_ENV/bin/python3
         check_environment "$kind"
         say "uses the environment $VIRTUAL_ENV"
         return

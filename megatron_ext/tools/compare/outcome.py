@@ -333,8 +333,8 @@ def _verdict(rows: Sequence[Row], best: Row | None) -> str:
         pace = f"{best.label} is {best.speed:.2f} x as fast as {reference.label}"
         if is_noise(best, reference):
             pace = (
-                f"{best.label} and {reference.label} are equally fast: they differ by "
-                f"{100 * (best.speed - 1):.1f} %, and rounds of one of them by "
+                f"{best.label} may not be faster than {reference.label}: it gained "
+                f"{100 * (best.speed - 1):.1f} %, but rounds of the same run differed by "
                 f"{_noise_text(best, reference)}"
             )
         parts.append(f"{pace}, {_numbers_text(best)}")
