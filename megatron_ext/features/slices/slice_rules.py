@@ -54,8 +54,8 @@ TEXTS = {
         decoder_seq_length
             slices cut only the encoder's sequence; leave one of them out
         perform_rl_step
-            batches of Megatron's RL are tuples, but slices are cut by the names of tensors; leave
-            one of them out
+            Megatron's RL shifts the tokens inside its forward step, so a slice would lack the
+            token that follows it; leave one of them out
         moe_enable_routing_replay
             programs replay the experts of whole micro-batches; leave one of them out""",
     # Settings that tables with slices drop.
