@@ -1,4 +1,4 @@
-"""torchrun with a machine-readable report and a time limit for shutting down.
+"""torchrun with a machine-readable report, and with time limits for the other ranks' end.
 
     python -m megatron_ext.tools.launch.elastic REPORT.json GRACE_S TORCHRUN_FLAGS SCRIPT ...
 
@@ -13,13 +13,24 @@ import math
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
-from psutil import STATUS_STOPPED, STATUS_TRACING_STOP, Error, Process
+from psutil import (
+    STATUS_STOPPED,
+    STATUS_TRACING_STOP,
+    STATUS_ZOMBIE,
+    Error,
+    Process,
+)
 
 from megatron_ext.tools.launch import runs
 from megatron_ext.tools.launch.run_folder import RunFolder
+
+_REPORT_S = 1.0
+"""How long the other ranks may take to report the step in which a rank died without a report."""
+_LOOK_S = 0.05
 
 
 def main() -> int:
@@ -45,6 +56,7 @@ def main() -> int:
             # Check before torchrun sends its first signal, because afterwards, a stopped rank
             # cannot be distinguished from one that exits slowly.
             failure["stopped"] = stopped_ranks()
+            _await_report()
             killer.start()
         return True
 
@@ -69,6 +81,40 @@ def main() -> int:
             with suppress(OSError), RunFolder.open(report.parent) as folder:
                 folder.write_json(report.name, failure)
     return 0
+
+
+def _await_report() -> None:
+    """Wait until another rank has reported an error, if a rank died without reporting one.
+
+    A rank that was killed cannot report its step. The others can, once they miss its messages,
+    but torchrun stops them within 0.1 s.
+    """
+    running: list[Process] = []
+    reports: list[Path] = []
+    num_ranks = 0
+    for process in Process().children():
+        # The process may have exited already, or may not be a rank.
+        with suppress(Error, KeyError, ValueError):
+            if process.status() != STATUS_ZOMBIE:
+                variables = process.environ()
+                num_ranks = int(variables["LOCAL_WORLD_SIZE"])
+                # torchrun gives each rank a folder of that name, next to the others'.
+                folder = Path(variables["TORCHELASTIC_ERROR_FILE"]).parent
+                reports = [
+                    folder.parent / str(rank) / "error.json"
+                    for rank in range(num_ranks)
+                ]
+                running.append(process)
+    # If all ranks are running, a signal stops the job.
+    if len(running) == num_ranks:
+        return
+    deadline = time.monotonic() + _REPORT_S
+    while time.monotonic() < deadline:
+        if any(report.exists() for report in reports):
+            return
+        if not any(process.is_running() for process in running):
+            return
+        time.sleep(_LOOK_S)
 
 
 def stopped_ranks() -> list[dict[str, int]]:

@@ -43,6 +43,36 @@ def test_deaf_ranks_are_killed_after_the_grace_and_the_first_failure_is_reported
     )
 
 
+_WITNESS = """
+import os, signal, time
+from pathlib import Path
+from megatron_ext.errors import PeerDied
+from megatron_ext.upstream.error_file import WholeErrorFile
+met = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.parent / "met"
+if os.environ["RANK"] == "0":
+    met.touch()
+    os._exit(7)
+while os.environ["RANK"] == "2" and not met.exists():
+    time.sleep(0.01)
+if os.environ["RANK"] == "2":
+    time.sleep(0.4)  # notices the loss only now
+    WholeErrorFile().record_exception(PeerDied("rank 0 died"))
+signal.pause()
+"""
+
+
+def test_a_rank_may_report_a_loss_before_it_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(_WITNESS)
+    done = run_python(
+        "-m", "megatron_ext.tools.launch.elastic", str(tmp_path / "failure.json"), "5",
+        "--standalone", "--nproc-per-node", "3", "--log-dir", str(tmp_path / "logs"),
+        str(tmp_path / "ranks.py"),
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr
+    [report] = tmp_path.glob("logs/*/attempt_0/*/error.json")
+    assert report.parent.name == "2"
+
+
 def test_torchrun_gives_a_rank_that_saves_the_whole_grace(tmp_path: Path) -> None:
     config = launcher.LaunchConfig
     if not hasattr(config, "shutdown_timeout"):
