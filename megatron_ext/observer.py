@@ -51,6 +51,9 @@ class Observer(TransportObserver):
     def begin_step(self, compute: Any) -> None:
         """Called when a table's training step begins, with the `StageCompute` that runs it."""
 
+    def begin_carried_step(self) -> None:
+        """Called when Megatron's own training step begins, with messages over our transport."""
+
     def read(self, microbatch: int, item: Any) -> None:
         """Called with the item that the data iterator returned for a micro-batch."""
 

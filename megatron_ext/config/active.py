@@ -8,6 +8,7 @@ patches and the executor read the user's settings from it. State that outlives a
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.policies import Policy
     from megatron_ext.schedules.table.actions import Schedule, SliceSizes
     from megatron_ext.schedules.table.placement import Placement
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -342,6 +345,8 @@ class Active:
     observers: list[Observer] = field(default_factory=list)
     """Observers of the runtime. The runtime gets them when it is created, so append to this list
     before the first step."""
+    departures: list[str] = field(default_factory=list)
+    """How this rank's training departs from the settings, as sentences (`report_departure`)."""
     environment: Environment = field(default_factory=Environment.read)
     """The place of this process among the processes that the launcher started together."""
     iteration: int | None = None
@@ -352,8 +357,6 @@ class Active:
     """State of a process in a disaggregated job (`worlds.roles_in_force`); None before it joins."""
     host: Closing | None = None
     """State of a third-party training loop (`hosts/`); None before the loop provides its sizes."""
-    steps: Closing | None = None
-    """The file in which `megatron-ext compare` records each step (`tracing/step_records.py`)."""
     checked_steps: int = 0
     """Number of training steps whose effects were checked (`patches/effects.py`)."""
     is_evaluation_checked: bool = False
@@ -372,10 +375,10 @@ class Active:
             observer.close()
         self.observers.clear()
         # The order matters: each object may use the objects closed after it.
-        for state in (self.runtimes, self.roles, self.host, self.steps):
+        for state in (self.runtimes, self.roles, self.host):
             if state is not None:
                 state.close()
-        self.runtimes = self.roles = self.host = self.steps = None
+        self.runtimes = self.roles = self.host = None
 
 
 @dataclass
@@ -411,6 +414,15 @@ def required() -> Active:
         "no active configuration; call prepare or megatron_ext.configure"
     )
     return in_force
+
+
+def report_departure(sentence: str) -> None:
+    """Log how this rank's training departs from the settings, and keep it for `compare`."""
+    # Use WARNING, because Python hides all lower levels if logging is not configured.
+    _LOG.warning("%s", sentence)
+    in_force = active()
+    if in_force is not None:
+        in_force.departures.append(sentence)
 
 
 def name_transport(purpose: str) -> str:

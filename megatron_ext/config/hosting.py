@@ -442,19 +442,27 @@ def _add_pipeline(
         num_microbatches = 2 * pp
         if batches is not None:
             num_microbatches = batches.num_microbatches
+        # A dynamic order splits backward passes only to save time, so leave them whole if a setting
+        # excludes W.
+        reasons_for_whole = [
+            rule.reason for rule in RULES["whole"] if rule.refuses(args)
+        ]
         pipeline = Pipeline(
             config,
             pp,
             num_microbatches,
-            # A dynamic order splits backward passes only to save time, so leave them whole if a
-            # setting excludes W.
-            splits=not any(rule.refuses(args) for rule in RULES["whole"]),
+            splits=not reasons_for_whole,
             over_torch=over_torch,
         )
         if batches is not None:
             fills_groups = carries_megatron_schedule and config.chunks is not None
             _make_tables(pipeline, batches, subject, fills_groups=fills_groups)
         table = pipeline.full
+        if config.dynamic is not None and not table.splits_backward:
+            for reason in reasons_for_whole:
+                answer.notices.append(
+                    f"--use-dpp does not split backward passes: {reason}"
+                )
         if carries_megatron_schedule:
             answer.transport_only = pipeline
         else:

@@ -12,6 +12,19 @@ _TRAINING = "megatron.training.training"
 PATCHES = PatchTable(feature="compare", of=step_records.requested, order=-20)
 
 
+@PATCHES.row("steps.first", f"{_TRAINING}:train")
+def _observe(
+    _record: step_records.StepRecord,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """Megatron does not announce its first step, which the record must observe."""
+    # `requested` has created the record, and added it to the observers.
+    return call(*args, **kwargs)
+
+
 @PATCHES.row("steps.log", f"{_TRAINING}:training_log")
 def _log(
     record: step_records.StepRecord,
@@ -22,8 +35,13 @@ def _log(
 ) -> Any:
     """Megatron logs rounded losses, which hide small differences between runs."""
     step = by_name(call, args, kwargs)
-    skipped = bool(step["skipped_iter"])
-    record.add(step["iteration"], step["loss_dict"], step["grad_norm"], skipped=skipped)
+    record.add(
+        step["iteration"],
+        step["loss_dict"],
+        step["grad_norm"],
+        skipped=bool(step["skipped_iter"]),
+        learning_rate=step["learning_rate"],
+    )
     return call(*args, **kwargs)
 
 

@@ -206,10 +206,12 @@ class MegatronPipelines:
                 pipeline, groups, keywords
             )
         self.running = pipeline_of_group
+        is_evaluation = bool(keywords.get("forward_only"))
+        if not is_evaluation:
+            for observer in active.required().observers:
+                observer.begin_carried_step()
         try:
-            pipeline_of_group.begin(
-                keywords["num_microbatches"], bool(keywords.get("forward_only"))
-            )
+            pipeline_of_group.begin(keywords["num_microbatches"], is_evaluation)
             result = schedule(**keywords)
             pipeline_of_group.transport.flush(pipeline.timeout_s)
         except BaseException as error:

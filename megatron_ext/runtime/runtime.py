@@ -519,11 +519,10 @@ class Runtime:
             and not self.splits.has_deferred
             and not dist.get_rank()
         ):
-            _LOG.warning(
-                "%s splits backward passes, but no layer on rank 0 deferred a weight gradient to W "
-                "(patch split_backward.linear): its linear layers are not Megatron's; "
-                "--pipeline-schedule 1f1b is as fast",
-                table.schedule.label,
+            active.report_departure(
+                f"{table.schedule.label} splits backward passes, but no layer on rank 0 deferred a "
+                "weight gradient to W (patch split_backward.linear): its linear layers are not "
+                "Megatron's; --pipeline-schedule 1f1b is as fast"
             )
 
     def _order(self, table: Table, call: Call, num_parts: dict[str, int]) -> Order:

@@ -32,7 +32,6 @@ Contract with the executor:
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +45,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 
+from megatron_ext.config.active import report_departure
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.split_te import PostponingLayers, TeGradients
 from megatron_ext.runtime.weight_gradients import (
@@ -60,7 +60,6 @@ from megatron_ext.runtime.weight_gradients import (
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-_LOG = logging.getLogger(__name__)
 _Key = tuple[int, int]
 Progress = Callable[[AbstractSet[int]], None]
 """Callback that takes the ids of the weights whose gradients remain to be computed."""
@@ -483,10 +482,8 @@ class SplitBackward:
         if _is_first_replica():
             for reason, weights in self._unlogged.items():
                 names = ", ".join(self._name(weight) for weight in weights)
-                _LOG.warning(
-                    "weight gradient computed in I instead of W: %s, because %s",
-                    names,
-                    reason,
+                report_departure(
+                    f"weight gradient computed in I instead of W: {names}, because {reason}"
                 )
         self._unlogged.clear()
 

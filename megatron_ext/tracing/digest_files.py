@@ -4,8 +4,8 @@ A file has one JSON value per line: first the header, then one line for each tra
 written when the step is complete:
 
     {"format":4,"rank":3,"host":"node-1",...}
-    {"step":7,"records":[["forward",0,"decoder.layers.3.mlp","",2,1,"2F0",4096,"9f...",1.5,[...]],
-     ...],"crc":2774823}
+    {"step":7,"schedule":"zb-h1","records":[["forward",0,"decoder.layers.3.mlp","",2,1,"2F0",4096,
+     "9f...",1.5,[...]],...],"crc":2774823}
 
 `crc` is the CRC-32 of the records' text on the line. If a rank is killed, the last line of its file
 is incomplete, and the reader skips it. The reader needs only the standard library.
@@ -47,6 +47,8 @@ Kind = Literal["forward", "backward", "weight gradient", "reduced gradient", "we
     weights           one parameter after the step; for step 0, before the first step
 """
 KINDS: tuple[Kind, ...] = typing.get_args(Kind)
+MEGATRONS = "Megatron's own"
+"""The recorded name of Megatron's own schedules."""
 NO_MICROBATCH = -1
 """Micro-batch number for tensors that do not belong to a single micro-batch."""
 
@@ -72,7 +74,8 @@ class Header:
     loss_is_per_token: bool = False
     """Whether gradients are divided by the number of tokens at the end of a step. Otherwise, the
     loss of each micro-batch is a mean, divided by the number of micro-batches."""
-    schedule: str = "Megatron's own"
+    schedule: str = MEGATRONS
+    """The schedule that the configuration asks for."""
     slices: int = 1
     slice_tokens: int | str = 0
     """Number of tokens in a slice if micro-batches are sliced by length, or how this number is
@@ -121,6 +124,8 @@ class RankFile:
     path: Path
     header: Header
     steps: dict[int, list[Record]] = field(default_factory=dict)
+    schedules: dict[int, str] = field(default_factory=dict)
+    """Training step -> the schedule that ran it."""
     is_cut: bool = False
     """Whether the last line was incomplete, so its step was skipped."""
 
@@ -165,6 +170,7 @@ class Writer:
     """
 
     def __init__(self, folder: Path, header: Header) -> None:
+        self.header = header
         self.path = folder / FILE_NAME.format(header.rank)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -182,11 +188,14 @@ class Writer:
             ) from error
         self._write(json.dumps(asdict(header)))
 
-    def step(self, number: int, records: Sequence[Record]) -> None:
-        """Append a complete step."""
+    def step(
+        self, number: int, records: Sequence[Record], schedule: str | None = None
+    ) -> None:
+        """Append a complete step, with the schedule that ran it; None: only weights are known."""
         text = json.dumps(records, separators=(",", ":"))
         self._write(
-            f'{{"step":{number},"records":{text},"crc":{zlib.crc32(text.encode())}}}'
+            f'{{"step":{number},"schedule":{json.dumps(schedule)},"records":{text},'
+            f'"crc":{zlib.crc32(text.encode())}}}'
         )
 
     def _write(self, line: str) -> None:
@@ -249,6 +258,9 @@ def read(path: Path) -> RankFile:
             content.steps[step["step"]] = [
                 Record(*fields) for fields in step["records"]
             ]
+            # Earlier versions of this package did not record it.
+            if schedule := step.get("schedule"):
+                content.schedules[step["step"]] = schedule
     except StopIteration:
         raise _damaged(path, 1, "it has no header") from None
     # The lines are JSON, but not in this format.

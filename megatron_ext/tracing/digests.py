@@ -31,6 +31,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_ext.config.pipeline_config import AUTO
 from megatron_ext.observer import Observer
 from megatron_ext.tracing.digest_files import (
+    MEGATRONS,
     NO_MICROBATCH,
     ROUNDING,
     VARIABLE,
@@ -204,6 +205,8 @@ class DigestRecorder(Observer):
     ) -> None:
         self._configuration = configuration
         self._writer = writer
+        self._schedule: str | None = None
+        """The schedule that ran the step in progress, or None before the first step."""
         self._operators = operators
         """Records the operators at one place instead of digests; None if digests are recorded."""
         self._fingerprints = Fingerprints()
@@ -287,6 +290,8 @@ class DigestRecorder(Observer):
             self._record_weights()
             self._write(self._number - 1)
         self._is_training = True
+        # `begin_step` names the table, if one runs this step.
+        self._schedule = MEGATRONS
 
     def end_schedule(self) -> None:
         """Record the reduced gradients."""
@@ -365,7 +370,7 @@ class DigestRecorder(Observer):
             records.append(
                 Record(*record[:-1], bits_text(hash_value), norm, projections)
             )
-        self._writer.step(number, records)
+        self._writer.step(number, records, self._schedule)
         self._drop()
 
     def _drop(self) -> None:
@@ -385,6 +390,7 @@ class DigestRecorder(Observer):
     def begin_step(self, compute: StageCompute) -> None:
         """Keep the object that holds the table's placement and the deferred weight gradients."""
         self._compute = compute
+        self._schedule = self._writer.header.schedule
 
     def begin_action(self, action: Action) -> None:
         """Record which action begins."""

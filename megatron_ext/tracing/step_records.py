@@ -1,4 +1,4 @@
-"""Records each step's losses and gradient norm in full precision, along with its time and memory.
+"""Records each step's losses and gradient norm in full precision, and what ran the step.
 
 Megatron's log rounds these numbers to a few digits. Each rank writes JSON lines to `rank-R.jsonl`
 in a folder: first its identity, then one line per step. `megatron-ext compare` enables this for its
@@ -13,11 +13,17 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from megatron_ext import devices
 from megatron_ext.config import active
+from megatron_ext.config.pipeline_config import PipelineConfig
+from megatron_ext.observer import Observer
+from megatron_ext.tracing.digest_files import MEGATRONS
 from megatron_ext.upstream.signatures import megatron_arguments
+
+if TYPE_CHECKING:
+    from megatron_ext.runtime.compute import StageCompute
 
 FOLDER = "MEGATRON_EXT_STEPS_FOLDER"
 """Environment variable: the folder for all ranks' files. Without it, nothing is recorded."""
@@ -25,21 +31,50 @@ LIMIT = "MEGATRON_EXT_STEPS_LIMIT"
 """Environment variable: number of steps after which training stops."""
 
 
-class StepRecord:
+class StepRecord(Observer):
     """One rank's file, and the steps recorded in it.
 
     Args:
+        configuration: The configuration whose steps are recorded.
         path: The file. Its folder is created.
         limit: Number of steps after which `is_complete` is true.
     """
 
-    def __init__(self, path: Path, limit: int) -> None:
+    def __init__(self, configuration: active.Active, path: Path, limit: int) -> None:
+        self._configuration = configuration
         self._path = path
         self._limit = limit
         self._num_steps = 0
         self._begin_s: float | None = None
         """Start of the current step; None for the first step, whose start is not reported."""
         self._file: IO[str] | None = None
+        self._wires: set[str] = set()
+        """The wires of all transports opened so far."""
+        self._num_departures = 0
+        """Number of the configuration's departures that have been written."""
+        self._schedule = MEGATRONS
+        """The table that ran the current step."""
+        self._is_carried = False
+        """Whether our transport carried the messages of the current step."""
+        self._num_slices: int | None = None
+        """Number of slices of the most finely cut micro-batch; None unless slices depend on
+        lengths."""
+
+    def connected(self, wires: Mapping[int, str]) -> None:
+        """Keep the names of the wires."""
+        self._wires |= set(wires.values())
+
+    def begin_carried_step(self) -> None:
+        """Record that our transport carries the messages of Megatron's own schedule."""
+        self._is_carried = True
+
+    def begin_step(self, compute: StageCompute) -> None:
+        """Record which table runs the step."""
+        schedule = compute.table.schedule
+        self._schedule = schedule.name
+        self._is_carried = True
+        if schedule.slice_sizes:
+            self._num_slices = max(map(len, schedule.slice_sizes))
 
     @property
     def is_complete(self) -> bool:
@@ -57,6 +92,7 @@ class StepRecord:
         gradient_norm: Any,
         *,
         skipped: bool,
+        learning_rate: float | None,
     ) -> None:
         """Append a step that has just finished.
 
@@ -65,6 +101,7 @@ class StepRecord:
             losses: One-element tensors, by name; empty except on the last stage.
             gradient_norm: A number, a one-element tensor, or None if it was not computed.
             skipped: Whether the optimizer skipped the weight update.
+            learning_rate: The logged learning rate; None if this rank does not know it.
         """
         # The conversions wait for the device, so read the clock after them.
         loss_values = {name: float(loss) for name, loss in losses.items()}
@@ -78,14 +115,24 @@ class StepRecord:
             "losses": loss_values,
             "gradient_norm": norm,
             "skipped": skipped,
+            "learning_rate": learning_rate,
             "duration_s": duration_s,
             "consumed_samples": getattr(
                 megatron_arguments(), "consumed_train_samples", None
             ),
             "memory_bytes": devices.current().peak_memory_bytes(),
+            "schedule": self._schedule,
+            "wires": sorted(self._wires) if self._is_carried else None,
+            "num_slices": self._num_slices,
+            "departures": self._configuration.departures[self._num_departures :],
         }
         self._append(step)
         self._num_steps += 1
+        self._num_departures = len(self._configuration.departures)
+        # Forget these now: a step that no table runs reports nothing.
+        self._schedule = MEGATRONS
+        self._is_carried = False
+        self._num_slices = None
 
     def close(self) -> None:
         """Close the file."""
@@ -96,10 +143,12 @@ class StepRecord:
     def _append(self, content: Mapping[str, Any]) -> None:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Use line buffering, so that the file contains all steps even if the rank is killed
-            # later.
-            self._file = self._path.open("w", encoding="utf-8", buffering=1)
-            self._file.write(json.dumps(_header()) + "\n")
+            is_new = not self._path.exists()
+            # Append, because steps under an earlier configuration count too. Use line buffering, so
+            # that the file contains all steps even if the rank is killed later.
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+            if is_new:
+                self._file.write(json.dumps(_header()) + "\n")
         self._file.write(json.dumps(content) + "\n")
 
 
@@ -114,15 +163,24 @@ def _header() -> dict[str, Any]:
 
 
 def requested() -> StepRecord | None:
-    """Return the active configuration's record; None if the environment does not request one."""
+    """Return this process's record; None if the environment does not request one.
+
+    The first call for a configuration creates its record. Make it before the first step.
+    """
     folder = os.environ.get(FOLDER)
-    in_force = active.active()
-    if not folder or in_force is None:
+    if not folder:
         return None
-    if not isinstance(in_force.steps, StepRecord):
-        # Use the launcher's number, because torch.distributed numbers each role of a disaggregated
-        # job from 0.
-        rank = os.environ.get("RANK", "0")
-        path = Path(folder) / f"rank-{rank}.jsonl"
-        in_force.steps = StepRecord(path, int(os.environ[LIMIT]))
-    return in_force.steps
+    in_force = active.active()
+    # A program may deactivate its configuration between two steps. The later steps count too.
+    if in_force is None:
+        in_force = active.Active(PipelineConfig())
+        active.activate_configuration(in_force)
+    for observer in in_force.observers:
+        if isinstance(observer, StepRecord):
+            return observer
+    # Use the launcher's number, because torch.distributed numbers each role of a disaggregated job
+    # from 0.
+    path = Path(folder) / f"rank-{os.environ.get('RANK', '0')}.jsonl"
+    record = StepRecord(in_force, path, int(os.environ[LIMIT]))
+    in_force.observers.append(record)
+    return record

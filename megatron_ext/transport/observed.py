@@ -54,15 +54,35 @@ class TransportObserver:
         """A poll that did not wait has returned these messages."""
 
 
+_MESSAGE_EVENTS = (
+    "begin_messages",
+    "begin_send",
+    "end_send",
+    "begin_receive",
+    "end_receive",
+    "begin_wait",
+    "end_wait",
+    "arrived",
+)
+
+
 def observed(transport: Transport, observers: Sequence[TransportObserver]) -> Transport:
     """Return a transport that reports to these observers.
 
-    Without observers, return it unchanged.
+    It delays no message for observers that ignore messages.
     """
     for observer in observers:
         observer.connected(transport.stats().wires)
-        transport = ObservedTransport(transport, observer)
+        if _hears_messages(observer):
+            transport = ObservedTransport(transport, observer)
     return transport
+
+
+def _hears_messages(observer: TransportObserver) -> bool:
+    for event in _MESSAGE_EVENTS:
+        if getattr(type(observer), event) is not getattr(TransportObserver, event):
+            return True
+    return False
 
 
 class ObservedTransport:

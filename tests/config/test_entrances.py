@@ -389,12 +389,13 @@ def test_what_has_less_effect_than_it_seems_is_logged(
 
 
 def test_a_dynamic_order_leaves_backwards_whole_where_splitting_is_excluded(
-    args: Namespace,
+    args: Namespace, caplog: pytest.LogCaptureFixture
 ) -> None:
     vars(args).update(
         use_transformer_engine_op_fuser=True, num_experts=4, use_dpp=True, seed=1
     )
     assert not choose(args, "1f1b").full.splits_backward
+    assert "--use-dpp does not split backward passes: Megatron keeps" in caplog.text
     assert args.use_transformer_engine_op_fuser
     assert choose(args, "zb-h1").full.splits_backward
     assert not args.use_transformer_engine_op_fuser

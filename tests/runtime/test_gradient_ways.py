@@ -544,7 +544,7 @@ def _check(way: Way, setting: Setting) -> None:
     from tests.pipelines import use
 
     use(None)  # a fresh split
-    log, handler = logging.getLogger("megatron_ext.runtime.split"), Lines()
+    log, handler = logging.getLogger("megatron_ext.config.active"), Lines()
     log.addHandler(handler)
     reference, deferring = Trained(way, setting), Trained(way, setting)
     for step in range(_NUM_STEPS):

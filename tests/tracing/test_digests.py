@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from megatron_ext.tools.compare.locate import compare, locate
-from megatron_ext.tracing.digest_files import KINDS, ROUNDING, VARIABLE, read_folder
+from megatron_ext.tracing.digest_files import (
+    KINDS,
+    MEGATRONS,
+    ROUNDING,
+    VARIABLE,
+    read_folder,
+)
 from tests.ranks import run_ranks, run_script
 from tests.runtime.capture import PP2
 from tests.tracing.recorded import Training, train
@@ -31,7 +37,13 @@ def test_schedules_with_the_same_bits_have_the_same_digests(tmp_path: Path) -> N
     )
     run_ranks(2, _train_each, own, zb_h1, zb_v)
     for candidate in (zb_h1, zb_v):
-        assert locate(tmp_path / "own", Path(candidate.folder)) is None
+        comparison = compare(tmp_path / "own", Path(candidate.folder))
+        assert comparison.difference is None
+        assert comparison.gap == ""
+        assert comparison.notes == ()
+    for training, schedule in ((own, MEGATRONS), (zb_h1, "zb-h1"), (zb_v, "zb-v")):
+        for file in read_folder(Path(training.folder)):
+            assert file.schedules == {1: schedule, 2: schedule}
     # An action of each table, not of the other's: the two cuts were held against each other.
     actions = {
         record.action

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from megatron_ext import devices
+from megatron_ext.config.active import report_departure
 from megatron_ext.config.incompatible import refuse_waiting_weights
 from megatron_ext.errors import ScheduleError
 from megatron_ext.features.pairs.awaited_tokens import HOST_WEIGHTS
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.config.active import Pipeline
     from megatron_ext.runtime.compute import StageCompute
-
-_LOG = logging.getLogger(__name__)
+    from megatron_ext.schedules.table.actions import Schedule
 
 
 class PairSteps(Feature):
@@ -48,10 +47,11 @@ class PairSteps(Feature):
             # An early W would add to gradients while the digests of other actions read them.
             self._fills_waits = False
             if dist.get_rank() == 0:
-                _LOG.warning(
-                    "with %s, each W runs at its place in the table instead of earlier",
-                    VARIABLE,
+                report_departure(
+                    f"with {VARIABLE}, each W runs at its place in the table instead of earlier"
                 )
+        # Whether a step in which no W can wait has been reported.
+        self._has_reported_none = False
         self._device = devices.device_of(model.chunks)
         # Created at the first step that needs them.
         self._streams: SideStreams | None = None
@@ -74,7 +74,11 @@ class PairSteps(Feature):
         in_force().kept_by_feature.pop(HOST_WEIGHTS, None)
         table, call, shapes = step.table, step.call, step.shapes
         has_pairs = self._chooses_pairs or bool(table.schedule.pairs_of(table.rank))
-        if call.forward_only or not has_pairs:
+        if call.forward_only:
+            return None
+        if self._fills_waits and not self._chooses_pairs:
+            self._report_no_pairs(table.schedule)
+        if not has_pairs:
             return None
         weights = self._weights(step)
         compute = PlannedCompute(
@@ -88,6 +92,16 @@ class PairSteps(Feature):
         )
         return compute, PipelineEnds.of_shapes(
             step.peers, shapes, call.config.pipeline_dtype
+        )
+
+    def _report_no_pairs(self, schedule: Schedule) -> None:
+        """Report the first step without pairs, in which no W waits for idle time."""
+        if self._has_reported_none or any(schedule.pairs) or dist.get_rank():
+            return
+        self._has_reported_none = True
+        report_departure(
+            f"--pipeline-waiting-weights has no effect: {schedule.label} forms no pairs "
+            f"(micro-batches: {schedule.num_microbatches})"
         )
 
     def _weights(self, step: Step) -> WaitingWeights | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -12,10 +11,11 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
+from megatron_ext.config.active import report_departure
+
 if TYPE_CHECKING:
     import torch
 
-_LOG = logging.getLogger(__name__)
 # A schedule plan calls the parts of these modules, but never the modules themselves.
 _RUN_IN_PARTS = (TransformerBlock, TransformerLayer, MoELayer)
 
@@ -24,11 +24,10 @@ def log_skipped_hooks(chunks: Sequence[torch.nn.Module]) -> None:
     """Log the modules whose hooks do not run, because plans call only parts of these modules."""
     names = list(_modules_with_skipped_hooks(chunks))
     if names:
-        _LOG.warning(
-            "hooks on %s do not run: with --overlap-moe-expert-parallel-comm, Megatron runs the "
-            "parts of these modules one by one; register them on the parts (self_attention, "
-            "router, experts), or leave the flag out",
-            ", ".join(names),
+        report_departure(
+            f"hooks on {', '.join(names)} do not run: with --overlap-moe-expert-parallel-comm, "
+            "Megatron runs the parts of these modules one by one; register them on the parts "
+            "(self_attention, router, experts), or leave the flag out"
         )
 
 

@@ -13,6 +13,7 @@ def logged() -> list[str]:
     """Return what is logged before a program registers hooks, and after that."""
     import logging
 
+    from megatron_ext.config import active
     from megatron_ext.features.pairs import skipped_hooks
     from tests.runtime import small_gpt
 
@@ -21,7 +22,7 @@ def logged() -> list[str]:
 
     start_parallel()
     lines = Lines()
-    logging.getLogger(skipped_hooks.__name__).addHandler(lines)
+    logging.getLogger(active.__name__).addHandler(lines)
     gathers = {
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": True,

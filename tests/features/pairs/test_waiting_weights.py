@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.config import incompatible
+from megatron_ext.config import active, incompatible
+from megatron_ext.config.active import Active
 from megatron_ext.config.entrances import running
 from megatron_ext.config.pipeline_config import (
     Disaggregation,
@@ -142,6 +143,32 @@ def test_the_weights_of_a_table_without_pairs_stay(schedule: str) -> None:
     assert not any(pipeline.full.pairs)
     assert pipeline.full == make_pipeline(schedule, 4, 1, pairs=True).full
     assert "so no W waits for idle time" in running(pipeline)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 8])
+def test_a_step_in_which_no_weights_wait_is_a_departure(
+    num_microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGATRON_EXT_DIGESTS", raising=False)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr(
+        "megatron_ext.devices.device_of", lambda _chunks: torch.device("cpu")
+    )
+    pipeline = make_pipeline(
+        "v-half", 4, num_microbatches, pairs=True, waiting_weights=2
+    )
+    in_force = Active(pipeline.config)
+    monkeypatch.setattr(active._PROCESS, "configuration", in_force)
+    steps = PairSteps(SimpleNamespace(pipeline=pipeline, chunks=()))
+    for _ in range(2):
+        steps._report_no_pairs(pipeline.full)
+    departures = []
+    if num_microbatches == 1:
+        label = pipeline.full.label
+        departures = [
+            f"--pipeline-waiting-weights has no effect: {label} forms no pairs (micro-batches: 1)"
+        ]
+    assert in_force.departures == departures
 
 
 def test_the_weights_of_a_rank_without_pairs_stay() -> None:
