@@ -14,8 +14,10 @@ from megatron_ext.tools.compare.run_records import (
     RunRecord,
     deviations,
     largest,
+    other_steps,
 )
 from megatron_ext.tools.compare.tolerances import are_rounding
+from megatron_ext.tracing.digest_files import MEGATRONS
 
 if TYPE_CHECKING:
     from megatron_ext.tools.compare.recipe import Candidate
@@ -26,13 +28,16 @@ Judgement = Literal[
 ]
 """How the numbers of a contender are judged.
 
-    unproven     no conclusion follows, for example because the losses are NaN in both runs
+    unproven     no conclusion follows, for example because the losses are NaN in both runs, or a
+                 run did not run its schedule
     not judged   the numbers need not be equal, or there are no numbers
 """
 
 EQUAL, FAILED, REFUSED, DIFFERENT = 0, 1, 2, 3
 """Exit codes of `megatron-ext compare`."""
 _PERCENTILES = 0.1, 0.9
+_WRONG: tuple[Judgement, ...] = ("different", "unproven", "failed")
+"""Judgements with which a contender is not recommended, however fast it is."""
 
 
 @dataclass
@@ -42,6 +47,12 @@ class Contender:
     candidate: Candidate
     promise: Promise
     """How close its numbers must be to the reference's."""
+    schedule: str = MEGATRONS
+    """The schedule that must run in all steps."""
+    is_carried: bool = False
+    """Whether our transport must carry the messages of all steps of Megatron's own schedule."""
+    chooses_wires: bool = False
+    """Whether ranks choose the wires (`--pipeline-transport auto`)."""
     notes: list[str] = field(default_factory=list)
     """Notes for the user, such as settings that the schedule ignores, changes or replaces."""
     records: list[RunRecord] = field(default_factory=list)
@@ -57,6 +68,29 @@ class Contender:
     located: str = ""
     """The first tensor that differs from the reference, or empty if none was searched for."""
 
+    @property
+    def substitute(self) -> str:
+        """What ran instead of its pipeline in some steps; empty: its pipeline ran in all steps."""
+        substitutes = (self.substitute_in(record) for record in self.records)
+        return next(filter(None, substitutes), "")
+
+    def substitute_in(self, record: RunRecord) -> str:
+        """Return what ran in one of its runs instead of its pipeline; empty: its pipeline ran."""
+        return record.substitute(self.schedule, is_carried=self.is_carried)
+
+    @property
+    def gap(self) -> str:
+        """What some of its ranks did not record; empty: all ranks recorded all steps."""
+        return next((record.gap for record in self.records if record.gap), "")
+
+    @property
+    def departures(self) -> set[str]:
+        """How its ranks departed from their settings in any round, as sentences."""
+        sentences: set[str] = set()
+        for record in self.records:
+            sentences.update(record.departures)
+        return sentences
+
 
 @dataclass(frozen=True)
 class Row:
@@ -66,7 +100,8 @@ class Row:
     flags: list[str]
     judgement: Judgement
     reason: str
-    """Why the numbers are not equal or not judged, or what failed; may be empty."""
+    """Why the numbers are not equal or not judged, what failed, or what ran instead; may be
+    empty."""
     step_s: float | None
     """Mean, over the rounds, of the median step time, which cancels a steady drift."""
     fast_s: float | None
@@ -76,7 +111,7 @@ class Row:
     drift: float
     """Range of the rounds' medians, relative to the smallest median."""
     speed: float | None
-    """Speed relative to the reference."""
+    """Speed relative to the reference; None if either of them did not run its schedule."""
     tokens_per_s: float | None
     memory_bytes: int
     """Peak memory on the rank that needs the most."""
@@ -158,7 +193,8 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
         fast_s = _percentile(durations_s, low_share)
         slow_s = _percentile(durations_s, high_share)
     speed = None
-    if step_s and reference_s and contender is not reference:
+    is_substituted = bool(contender.substitute or reference.substitute)
+    if step_s and reference_s and contender is not reference and not is_substituted:
         speed = reference_s / step_s
     # All rounds train on the same batches, so use the number of tokens from any round in which it
     # is known.
@@ -176,6 +212,11 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
     judgement, reason = _judged(contender, reference, difference)
     if speed_only and judgement == "not judged":
         reason = "each run drew its own weights (--speed-only)"
+    notes = list(contender.notes)
+    for record in records:
+        notes += record.notes
+        if contender.chooses_wires and record.wires:
+            notes.append(f"messages over {' and '.join(sorted(record.wires))}")
     return Row(
         label=contender.candidate.label,
         flags=list(contender.candidate.flags),
@@ -192,7 +233,7 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
         num_steps=min((len(record.steps) for record in records), default=0),
         deviations=difference,
         repeats=repeats,
-        notes=contender.notes + [note for record in records for note in record.notes],
+        notes=list(dict.fromkeys(notes)),  # rounds repeat their notes
         located=contender.located,
     )
 
@@ -204,15 +245,30 @@ def _judged(
     if contender.failure:
         return "failed", contender.failure
     if contender is reference:
-        return "reference", ""
+        return "reference", contender.substitute
+    if contender.substitute:
+        return "unproven", contender.substitute
+    if reference.substitute:
+        return "unproven", f"{reference.candidate.label}: {reference.substitute}"
     promise = contender.promise
     if difference is None or promise.loss is None or promise.norm is None:
         return "not judged", promise.reason
     for record in contender.records:
-        if reason := _other_steps(record, reference.records[0]):
+        if reason := other_steps(record, reference.records[0]):
             return "different", reason
+    return _judged_numbers(contender, reference, difference)
+
+
+def _judged_numbers(
+    contender: Contender, reference: Contender, difference: Deviations
+) -> tuple[Judgement, str]:
+    """Return the judgement on a contender that trained the reference's steps, with a reason."""
+    promise = contender.promise
+    assert promise.loss is not None
+    assert promise.norm is not None
+    gap = _gap(contender, reference, difference)
     if difference.are_none:
-        return ("unproven", difference.gap) if difference.gap else ("equal", "")
+        return ("unproven", gap) if gap else ("equal", "")
     if difference.skipped is not None:
         return (
             "different",
@@ -222,15 +278,15 @@ def _judged(
         _relative(difference.loss) <= promise.loss
         and _relative(difference.norm) <= promise.norm
     ):
-        if difference.gap:
-            return "unproven", difference.gap
+        if gap:
+            return "unproven", gap
         return "close", f"{promise.reason}; allowed: {promise.allowance}"
-    # If two rounds of the reference differ by as much, the difference means nothing. Two rounds
-    # show only part of how much a recipe that is not deterministic can vary, so allow twice as
-    # much. A contender whose own rounds differ from each other has no such excuse, because it may
-    # have a race.
+    # If two rounds of the reference differ by as much, the difference means nothing. A contender
+    # whose own rounds differ from each other has no such excuse, because it may have a race.
     repeats = _repeats(reference)
-    if repeats is not None and _size(difference) <= 2 * _size(repeats):
+    if repeats is not None and _is_as_small(difference, repeats, promise):
+        if gap:
+            return "unproven", gap
         if are_rounding(repeats):
             return "close", (
                 "the recipe is not deterministic: two runs with the same flags differ by as much; "
@@ -245,27 +301,30 @@ def _judged(
     return "different", f"the differences exceed the allowed {promise.allowance}"
 
 
-def _other_steps(record: RunRecord, reference: RunRecord) -> str:
-    """Return a description of the steps that a run trained; empty: they match the reference's."""
-    iterations = [step.iteration for step in record.steps]
-    expected = [step.iteration for step in reference.steps]
-    if iterations == expected:
-        return ""
-    if len(iterations) != len(expected):
-        return f"it trained {len(iterations)} steps, but the reference trained {len(expected)}"
-    return (
-        f"it trained iterations {iterations[0]} to {iterations[-1]}, but the reference trained "
-        f"{expected[0]} to {expected[-1]}"
-    )
+def _gap(contender: Contender, reference: Contender, difference: Deviations) -> str:
+    """Return why equal numbers in two contenders prove nothing; empty if they prove something."""
+    for record in reference.records[1:]:
+        if other_steps(record, reference.records[0]):
+            return "two runs of the reference trained different steps"
+    return difference.gap or contender.gap or reference.gap
 
 
 def _relative(deviation: Deviation | None) -> float:
     return 0.0 if deviation is None else deviation.relative
 
 
-def _size(difference: Deviations) -> float:
-    """Return the largest relative difference in any number."""
-    return max(_relative(difference.loss), _relative(difference.norm))
+def _is_as_small(difference: Deviations, repeats: Deviations, promise: Promise) -> bool:
+    """Return whether losses and norms differ no more than between two runs of the reference.
+
+    Two runs show only part of how much a recipe that is not deterministic can vary, so allow twice
+    as much.
+    """
+    allowed_loss = max(2 * _relative(repeats.loss), promise.loss or 0.0)
+    allowed_norm = max(2 * _relative(repeats.norm), promise.norm or 0.0)
+    return (
+        _relative(difference.loss) <= allowed_loss
+        and _relative(difference.norm) <= allowed_norm
+    )
 
 
 def _repeats(contender: Contender) -> Deviations | None:
@@ -310,7 +369,7 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
 def _best(rows: Sequence[Row]) -> Row | None:
     """Return the fastest row with correct numbers, or None if none is faster than the reference."""
     # A row's numbers may be unjudged, for example because of dropout. That is not an error.
-    usable = [row for row in rows[1:] if row.judgement not in ("different", "failed")]
+    usable = [row for row in rows[1:] if row.judgement not in _WRONG]
     faster = [row for row in usable if row.speed is not None and row.speed > 1]
     return max(faster, key=lambda row: row.speed or 0.0, default=None)
 
@@ -329,6 +388,9 @@ def _verdict(rows: Sequence[Row], best: Row | None) -> str:
         )
     if failed:
         parts.append(f"{' and '.join(failed)} failed")
+    for row in rows:
+        if row.judgement == "unproven":
+            parts.append(f"{row.label} proves nothing ({row.reason})")
     if best is not None and best.speed is not None:
         pace = f"{best.label} is {best.speed:.2f} x as fast as {reference.label}"
         if is_noise(best, reference):
@@ -340,7 +402,10 @@ def _verdict(rows: Sequence[Row], best: Row | None) -> str:
         parts.append(f"{pace}, {_numbers_text(best)}")
     else:
         # If no contender is faster, name the one that comes closest.
-        slower = [row for row in rows[1:] if row.speed is not None]
+        slower = []
+        for row in rows[1:]:
+            if row.speed is not None and row.judgement not in _WRONG:
+                slower.append(row)
         if slower and not wrong:
             closest = max(slower, key=lambda row: row.speed or 0.0)
             parts.append(
@@ -359,11 +424,14 @@ def _verdict_of_itself(rows: Sequence[Row]) -> str:
     if second.judgement == "equal":
         return f"the recipe is deterministic: it trained twice {_numbers_text(second)}."
     # For example, one of the two runs did not finish.
-    if second.deviations is None or second.deviations.first_iteration is None:
+    first_iteration = None
+    if second.deviations is not None:
+        first_iteration = second.deviations.first_iteration
+    if first_iteration is None or second.judgement == "unproven":
         return f"unknown whether the recipe is deterministic: {second.reason}."
     return (
         "the recipe is not deterministic: two runs differ from iteration "
-        f"{second.deviations.first_iteration} on."
+        f"{first_iteration} on."
     )
 
 
@@ -385,10 +453,6 @@ def _numbers_text(row: Row) -> str:
         return f"with the same {numbers} to the last bit over {row.num_steps} steps"
     if row.judgement == "close":
         return f"with losses and gradient norms that differ by rounding ({row.reason})"
-    if row.judgement == "different":
-        return f"with different losses or gradient norms ({row.reason})"
-    if row.judgement == "unproven":
-        return f"but its numbers prove nothing ({row.reason})"
     return f"and its numbers are not judged ({row.reason})"
 
 
@@ -404,6 +468,9 @@ def as_json(answer: Answer, contenders: Sequence[Contender]) -> dict[str, Any]:
                     "gradient_norm": step.gradient_norm,
                     "skipped": step.skipped,
                     "duration_s": step.duration_s,
+                    "schedules": sorted(step.schedules),
+                    "wires": None if step.wires is None else sorted(step.wires),
+                    "num_slices": step.num_slices,
                 }
                 for step in record.steps
             ]

@@ -42,7 +42,7 @@ from megatron_ext.tools.compare.recipe import (
 from megatron_ext.tools.compare.text import answer_text
 from megatron_ext.tools.launch import jobs, runs
 from megatron_ext.tools.trace import aggregate, report, survey
-from megatron_ext.tracing.digest_files import OPERATORS, ROUNDING
+from megatron_ext.tracing.digest_files import MEGATRONS, OPERATORS, ROUNDING
 from megatron_ext.tracing.digest_files import VARIABLE as DIGESTS
 from megatron_ext.tracing.operator_files import why_unavailable
 from megatron_ext.tracing.step_records import FOLDER, LIMIT
@@ -147,15 +147,24 @@ def _planned(
         recipe = _with_equal_masks(args, recipe, contenders[0])
     answers = [_checked(args, recipe, contender) for contender in contenders]
     runners = []
+    # Apart from our pipeline flags, only Megatron flags remain.
+    flags_of_reference = Recipe.of([recipe.script, *contenders[0].flags]).flags
     for contender, answer in zip(contenders, answers, strict=True):
         # Two runs with the same recipe must be bit-identical.
         promise = tolerances.Promise(0.0, 0.0)
         if not args.against_itself:
-            # Apart from our pipeline flags, only Megatron flags remain.
-            same_flags = not Recipe.of([recipe.script, *contender.flags]).flags
+            flags = Recipe.of([recipe.script, *contender.flags]).flags
+            same_flags = flags == flags_of_reference
             promise = tolerances.promise(answers[0], answer, same_flags=same_flags)
-        notes = [*answer.changes, *answer.notices]
-        runners.append(outcome.Contender(contender, promise, notes))
+        runner = outcome.Contender(
+            contender,
+            promise,
+            schedule=_schedule_of(answer),
+            is_carried=_is_carried(answer),
+            chooses_wires=answer.config is not None and answer.config.wire == "auto",
+            notes=[*answer.changes, *answer.notices],
+        )
+        runners.append(runner)
     num_rounds = args.rounds or _NUM_ROUNDS
     # With --self, the two contenders are already the two runs to compare.
     if args.against_itself:
@@ -171,6 +180,23 @@ def _planned(
         locates=args.locate,
         calibrates=args.calibrate,
     )
+
+
+def _schedule_of(answer: Preflight) -> str:
+    """Return the name of the schedule that a contender must run, as its ranks record it."""
+    if answer.pipeline is not None:
+        return answer.pipeline.full.name
+    assert answer.config is not None
+    if answer.config.disaggregation is not None:
+        return "fbd"
+    return MEGATRONS
+
+
+def _is_carried(answer: Preflight) -> bool:
+    """Return whether our transport must carry the messages of Megatron's own schedule."""
+    # `auto` may choose torch.distributed, which only the ranks can tell.
+    carried = answer.transport_only
+    return carried is not None and carried.config.wire != "auto"
 
 
 def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
@@ -258,18 +284,19 @@ def _preflight(
     args: argparse.Namespace, recipe: Recipe, candidate: Candidate
 ) -> Preflight:
     command = recipe.command(candidate)
-    # The number of ranks is known only inside the allocation.
-    if args.slurm is not None and not jobs.is_inside_allocation():
+    with run.flags_cleared():
+        # The number of ranks is known only inside the allocation.
+        if args.slurm is not None and not jobs.is_inside_allocation():
+            return preflight(command)
+        plan = jobs.planned(args, command, str(Path.cwd()))
+        # Other hosts may have a different version of Megatron than this machine.
+        if all(host.local for host in plan.hosts):
+            jobs.check_command_here(command)
+        if all(host.slots for host in plan.hosts):
+            return jobs.preflight_of(plan.completed())
+        # Only the hosts themselves can tell how many devices they have, so the run itself checks
+        # this number.
         return preflight(command)
-    plan = jobs.planned(args, command, str(Path.cwd()))
-    # Other hosts may have a different version of Megatron than this machine.
-    if all(host.local for host in plan.hosts):
-        jobs.check_command_here(command)
-    if all(host.slots for host in plan.hosts):
-        return jobs.preflight_of(plan.completed())
-    # Only the hosts themselves can tell how many devices they have, so the run itself checks this
-    # number.
-    return preflight(command)
 
 
 @dataclass
@@ -453,7 +480,9 @@ class Comparison:
             try:
                 record = run_records.read(record_folder)
                 differences = run_records.deviations(reference.records[0], record)
-                if not tolerances.are_rounding(differences):
+                reason = run_records.other_steps(record, reference.records[0])
+                reason = reason or reference.substitute_in(record)
+                if not reason and not tolerances.are_rounding(differences):
                     reason = (
                         "that run skipped a step, its numbers became infinite or NaN, or they "
                         "differ by more than rounding explains"
@@ -502,7 +531,9 @@ class Comparison:
                 contender.located = (
                     "no tensor differs in the runs that recorded digests"
                 )
-                if not contender.promise.has_tolerance:
+                if comparison.gap:
+                    contender.located += f", which proves nothing: {comparison.gap}"
+                elif not contender.promise.has_tolerance:
                     contender.located += "; the difference did not recur"
                 else:
                     contender.located += (
@@ -562,7 +593,7 @@ class Comparison:
             stop: Forwards signals to the runs.
 
         Raises:
-            DataError: A run failed.
+            DataError: A run failed, or did not run its schedule.
         """
         recording = "operators" if variables else "digests"
         counter.add(2)
@@ -570,6 +601,7 @@ class Comparison:
         for owner in (self.contenders[0], contender):
             name = f"{recording}-{self.contenders.index(contender)}-{self.contenders.index(owner)}"
             folder = self.folder / "digests" / name
+            record_folder = self.folder / "steps" / name
             counter.begin(
                 f"{owner.candidate.label}, {num_steps} steps with {recording}"
             )
@@ -578,9 +610,7 @@ class Comparison:
                 log_path=self.folder / f"{name}.log",
                 environment={
                     DIGESTS: str(folder),
-                    # Nothing reads these step records, but a run without them would not stop after
-                    # `LIMIT` steps.
-                    FOLDER: str(self.folder / "steps" / name),
+                    FOLDER: str(record_folder),
                     LIMIT: str(num_steps),
                     **variables,
                 },
@@ -590,6 +620,14 @@ class Comparison:
             counter.end(ended.reason or "recorded")
             if ended.code:
                 raise DataError(ended.reason)
+            record = run_records.read(record_folder)
+            if substitute := owner.substitute_in(record):
+                raise DataError(f"{owner.candidate.label}: {substitute}")
+            # For example, no W waits while digests are recorded.
+            for sentence in record.departures:
+                note = f"in a run with {recording}: {sentence}"
+                if sentence not in owner.departures and note not in owner.notes:
+                    owner.notes.append(note)
             folders.append(folder)
         return folders[0], folders[1]
 

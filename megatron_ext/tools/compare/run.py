@@ -63,6 +63,17 @@ class Stop:
                 signal.signal(number, handler)
 
 
+@contextmanager
+def flags_cleared() -> Iterator[None]:
+    """Ignore the flags in the environment, as all runs do, because the recipe includes them."""
+    flags = os.environ.pop(FLAGS, None)
+    try:
+        yield
+    finally:
+        if flags is not None:
+            os.environ[FLAGS] = flags
+
+
 def launch(
     words: Sequence[str],
     *,

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import DataError
+from megatron_ext.tracing.digest_files import MEGATRONS
 
 WARMUP_STEPS = 3
 """Number of steps at the start of a run that are not measured, because ranks connect to each other
 and allocate memory during these steps."""
 _MAX_BYTES = 64 << 20
 _NORM = "gradient norm"
+_MEGATRONS_WIRE = "torch.distributed"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,15 @@ class Step:
     """Whether the optimizer skipped the update of the weights."""
     duration_s: float | None
     """Mean over all ranks, or None if it was not measured."""
+    learning_rate: float | None = None
+    """None: unknown."""
+    schedules: frozenset[str] = frozenset({MEGATRONS})
+    """The schedules that ranks ran; all ranks should have run the same one."""
+    wires: frozenset[str] | None = None
+    """The wires of our transport; None if it did not carry the messages of all ranks."""
+    num_slices: int | None = None
+    """Number of slices of the most finely cut micro-batch; None unless slices depend on
+    lengths."""
 
     @property
     def numbers(self) -> dict[str, float | None]:
@@ -49,24 +60,77 @@ class RunRecord:
     tokens: int | None = None
     """Tokens in the median step, or None if unknown."""
     num_ranks: int = 0
-    notes: list[str] = field(default_factory=list)
+    gap: str = ""
+    """What some of the ranks did not record; empty if all ranks recorded all steps."""
+    departures: list[str] = field(default_factory=list)
+    """How ranks departed from their settings, as sentences."""
 
     @property
     def durations_s(self) -> list[float]:
-        """Durations of the measured steps; if there are none, only the last known duration."""
-        durations = [step.duration_s for step in self.steps]
-        measured = [duration for duration in durations if duration is not None]
-        counted = [
-            duration for duration in durations[WARMUP_STEPS:] if duration is not None
-        ]
-        return counted or measured[-1:]
+        """Durations of the measured steps."""
+        durations = []
+        for step in self.steps[WARMUP_STEPS:]:
+            if step.duration_s is not None:
+                durations.append(step.duration_s)
+        return durations
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the user: gaps, departures, and steps without slices."""
+        notes = [self.gap] if self.gap else []
+        notes += self.departures
+        if not self.durations_s:
+            notes.append(
+                f"no step time: it trained {len(self.steps)} steps, and the first {WARMUP_STEPS} "
+                "are not measured"
+            )
+        nums_slices = [step.num_slices for step in self.steps]
+        if num_whole := nums_slices.count(1):
+            notes.append(
+                f"in {num_whole} of {len(self.steps)} steps, no micro-batch was long enough to be "
+                "cut into slices"
+            )
+        return notes
+
+    @property
+    def wires(self) -> set[str]:
+        """The wires that carried messages; Megatron's own messages take torch.distributed."""
+        wires: set[str] = set()
+        for step in self.steps:
+            wires |= {_MEGATRONS_WIRE} if step.wires is None else step.wires
+        return wires
+
+    def substitute(self, schedule: str, *, is_carried: bool) -> str:
+        """Return what ran instead of the requested pipeline; empty: it ran in all steps.
+
+        Args:
+            schedule: The name of the requested schedule.
+            is_carried: Whether our transport must carry the messages.
+        """
+        others: set[str] = set()
+        iterations = []
+        for step in self.steps:
+            if step.schedules != {schedule}:
+                others |= step.schedules - {schedule}
+                iterations.append(step.iteration)
+        requested = schedule
+        if not iterations and is_carried:
+            iterations = [step.iteration for step in self.steps if step.wires is None]
+            others = {_MEGATRONS_WIRE}
+            requested = "--pipeline-transport"
+        if not iterations:
+            return ""
+        return (
+            f"{' and '.join(sorted(others))} ran instead of {requested} in {len(iterations)} of "
+            f"{len(self.steps)} steps, first in iteration {iterations[0]}"
+        )
 
 
 def read(folder: Path) -> RunRecord:
     """Return the results that a run's ranks recorded in a folder.
 
     Raises:
-        DataError: There are no records, or two ranks disagree about the gradient norm.
+        DataError: There are no records, or two ranks disagree about a step.
     """
     ranks = [list(_lines(path)) for path in folder.glob("rank-*.jsonl")]
     # The first line is a header. If a rank died in its first step, there is nothing else.
@@ -80,19 +144,36 @@ def read(folder: Path) -> RunRecord:
         )
     headers = [lines[0] for lines in ranks]
     bodies = [lines[1:] for lines in ranks]
-    notes = []
-    world_size = headers[0]["world_size"]
-    if len(ranks) < world_size:
-        notes.append(f"{len(ranks)} of {world_size} ranks left a record")
     # A rank that was killed may lack the last steps recorded by other ranks.
     num_steps = max(len(body) for body in bodies)
     steps = []
     for index in range(num_steps):
         lines_of_step = [body[index] for body in bodies if index < len(body)]
         steps.append(_step(lines_of_step))
-    memory_bytes = max(line["memory_bytes"] for body in bodies for line in body)
-    tokens = _tokens(bodies[0], headers[0]["seq_length"])
-    return RunRecord(steps, memory_bytes, tokens, world_size, notes)
+    departures: dict[str, None] = {}
+    for body in bodies:
+        for line in body:
+            departures |= dict.fromkeys(line["departures"])
+    return RunRecord(
+        steps,
+        memory_bytes=max(line["memory_bytes"] for body in bodies for line in body),
+        tokens=_tokens(bodies[0], headers[0]["seq_length"]),
+        num_ranks=headers[0]["world_size"],
+        gap=_gap(headers, bodies),
+        departures=list(departures),
+    )
+
+
+def _gap(headers: Sequence[dict[str, Any]], bodies: Sequence[Sequence[Any]]) -> str:
+    """Return what some of the ranks did not record, or an empty text."""
+    num_ranks = headers[0]["world_size"]
+    if len(bodies) < num_ranks:
+        return f"{len(bodies)} of {num_ranks} ranks left a record"
+    num_steps = max(len(body) for body in bodies)
+    for header, body in zip(headers, bodies, strict=True):
+        if len(body) < num_steps:
+            return f"rank {header['rank']} recorded {len(body)} of {num_steps} steps"
+    return ""
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -121,12 +202,52 @@ def _step(lines: Sequence[dict[str, Any]]) -> Step:
                 f"ranks disagree about the gradient norm of iteration {iteration}: {norms[0]!r} "
                 f"and {norm!r}; their weights are no longer the same"
             )
+    for line in lines:
+        if line["iteration"] != iteration:
+            raise DataError(
+                f"ranks disagree about the number of an iteration: {iteration} and "
+                f"{line['iteration']}; they trained on different batches"
+            )
+        if line["skipped"] != lines[0]["skipped"]:
+            raise DataError(
+                f"only some of the ranks skipped iteration {iteration}; their weights are no "
+                "longer the same"
+            )
+    # Only ranks that hold parameters know the rate.
+    rates = [
+        line["learning_rate"] for line in lines if line["learning_rate"] is not None
+    ]
+    wires_of_ranks = [line["wires"] for line in lines]
+    wires = None
+    if None not in wires_of_ranks:
+        wires = frozenset(itertools.chain.from_iterable(wires_of_ranks))
+    nums_slices = [
+        line["num_slices"] for line in lines if line["num_slices"] is not None
+    ]
     return Step(
         iteration=iteration,
         losses={name: _mean(values) for name, values in values_of_loss.items()},
         gradient_norm=norms[0] if norms else None,
         skipped=lines[0]["skipped"],
         duration_s=statistics.fmean(durations) if durations else None,
+        learning_rate=max(rates, default=None),
+        schedules=frozenset(line["schedule"] for line in lines),
+        wires=wires,
+        num_slices=max(nums_slices, default=None),
+    )
+
+
+def other_steps(record: RunRecord, reference: RunRecord) -> str:
+    """Return a description of the steps that a run trained; empty: they match the reference's."""
+    iterations = [step.iteration for step in record.steps]
+    expected = [step.iteration for step in reference.steps]
+    if iterations == expected:
+        return ""
+    if len(iterations) != len(expected):
+        return f"it trained {len(iterations)} steps, but the reference trained {len(expected)}"
+    return (
+        f"it trained iterations {iterations[0]} to {iterations[-1]}, but the reference trained "
+        f"{expected[0]} to {expected[-1]}"
     )
 
 
@@ -204,7 +325,12 @@ class Deviations:
     """Number of gradient norms that both runs have. Zeros do not count: with `--clip-grad 0`, some
     of Megatron's optimizers report 0.0 instead of a norm."""
     num_updates: int = 0
-    """Number of steps in which both runs updated the weights."""
+    """Number of steps in which neither run skipped the update of the weights."""
+    num_gradients: int = 0
+    """Number of these steps whose gradients were compared, by their norm or by the weights that
+    they changed."""
+    without_loss: int | None = None
+    """The first iteration that both runs trained without recording a loss; None: there is none."""
     not_finite: Deviation | None = None
     """The first number that is an infinity or NaN in both runs, or None if there is none."""
     skipped: int | None = None
@@ -228,29 +354,41 @@ class Deviations:
                 "the optimizer skipped every step, so no gradient was compared; lower "
                 "--initial-loss-scale, or train more --steps"
             )
+        if self.without_loss is not None:
+            return f"the runs recorded no loss at iteration {self.without_loss}"
+        if not self.num_gradients:
+            return (
+                "the learning rate is 0 and no gradient norm was recorded, so no gradient was "
+                "compared; raise --lr, or set --clip-grad"
+            )
         return ""
 
 
 def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
     """Compare the numbers in two runs, iteration by iteration."""
     candidate_steps = {step.iteration: step for step in candidate.steps}
-    num_losses = num_norms = num_updates = 0
+    num_losses = num_norms = num_updates = num_gradients = 0
     losses: list[Deviation] = []
     norms: list[Deviation] = []
-    first_iteration = skipped = not_finite = None
+    first_iteration = skipped = not_finite = without_loss = None
     for step in reference.steps:
         other = candidate_steps.get(step.iteration)
         if other is None:
             continue
-        num_updates += not (step.skipped or other.skipped)
+        is_update = not (step.skipped or other.skipped)
+        has_norm = bool(step.gradient_norm and other.gradient_norm)
+        num_updates += is_update
+        num_norms += has_norm
+        # With a learning rate of 0, the losses of later steps do not depend on the gradients.
+        num_gradients += is_update and (has_norm or step.learning_rate != 0)
+        if without_loss is None and is_update and not (step.losses or other.losses):
+            without_loss = step.iteration
         if skipped is None and step.skipped != other.skipped:
             skipped = step.iteration
         for name in sorted({*step.numbers, *other.numbers}):
             numbers = step.numbers.get(name), other.numbers.get(name)
             deviation = Deviation(name, step.iteration, *numbers)
-            if name == _NORM:
-                num_norms += None not in numbers and any(numbers)
-            else:
+            if name != _NORM:
                 num_losses += None not in numbers
             if is_same(*numbers):
                 if not_finite is None and not deviation.is_finite:
@@ -269,6 +407,8 @@ def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
         num_losses=num_losses,
         num_norms=num_norms,
         num_updates=num_updates,
+        num_gradients=num_gradients,
+        without_loss=without_loss,
         not_finite=not_finite,
         skipped=skipped,
     )
@@ -286,6 +426,8 @@ def largest(rounds: Sequence[Deviations]) -> Deviations:
         num_losses=min(one_round.num_losses for one_round in rounds),
         num_norms=min(one_round.num_norms for one_round in rounds),
         num_updates=min(one_round.num_updates for one_round in rounds),
+        num_gradients=min(one_round.num_gradients for one_round in rounds),
+        without_loss=_earliest(one_round.without_loss for one_round in rounds),
         not_finite=next(
             filter(None, (one_round.not_finite for one_round in rounds)), None
         ),

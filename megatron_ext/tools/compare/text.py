@@ -23,10 +23,7 @@ def answer_text(answer: Answer) -> str:
     reference = answer.rows[0]
     lines = [aligned([HEADER, *(cells(row, reference) for row in answer.rows)])]
     for row in answer.rows:
-        if (
-            row.judgement in ("close", "different", "unproven", "failed", "not judged")
-            and row.reason
-        ):
+        if row.reason:
             lines.append(f"{row.label}: {row.reason}")
         if row.repeats is not None and not row.repeats.are_none:
             lines.append(

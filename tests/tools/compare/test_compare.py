@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from megatron_ext.tools.compare.compare_commands import add_subcommand, launch_w
 from megatron_ext.tools.compare.locate import Comparison, Difference, Origin
 from megatron_ext.tools.compare.operators import OperatorComparison
 from megatron_ext.tools.launch import launch_commands, slurm
-from megatron_ext.tracing.digest_files import OPERATORS, ROUNDING
+from megatron_ext.tracing.digest_files import MEGATRONS, OPERATORS, ROUNDING
 from megatron_ext.tracing.digest_files import VARIABLE as DIGESTS
 from megatron_ext.tracing.step_records import FOLDER, LIMIT
 from tests.commands import run_package
@@ -78,6 +79,10 @@ def test_two_ranks_train_the_same_numbers_under_zb_h1(tmp_path: Path) -> None:
         assert row["tokens_per_s"] > 0
         assert row["memory_bytes"] > 1 << 20
         assert 0 <= row["bubble_ratio"] < 1
+    for row, schedule in ((own, MEGATRONS), (zb_h1, "zb-h1")):
+        [steps] = row["rounds"]
+        assert [step["schedules"] for step in steps] == [[schedule]] * 4
+        assert all((step["wires"] is None) == (row is own) for step in steps)
     [steps] = own["rounds"]
     assert [step["iteration"] for step in steps] == [1, 2, 3, 4]
     # More digits than the log prints, and each step's own.
@@ -105,6 +110,10 @@ class Launches:
         self.failing_reason = "localhost: rank 1 was killed by SIGKILL"
         self.failing_environment = ""
         """A variable of a run that fails."""
+        self.falling_back = ""
+        """A word of the command of runs whose last two steps run Megatron's own schedule."""
+        self.departures: dict[str, Sequence[str]] = {}
+        """Variable of the environment -> the departures of a run with it."""
         self.rounded_losses: Sequence[float] = LOSSES
         """The losses of a run that is rounded differently."""
         self.stops_after = 0
@@ -141,8 +150,22 @@ class Launches:
                 losses = self.rounded_losses
             if len(self.words) == self.changing_run:
                 losses = (*losses[:-1], losses[-1] + 1e-9)
-            write(Path(folder), losses)
+            departures: Sequence[str] = ()
+            for variable in environment:
+                departures = self.departures.get(variable, departures)
+            schedules = self.schedules(words, len(losses))
+            write(Path(folder), losses, schedules=schedules, departures=departures)
         return run.Ended(0, "")
+
+    def schedules(self, words: Sequence[str], num_steps: int) -> list[str]:
+        """Return the schedule of each step."""
+        schedules = [MEGATRONS] * num_steps
+        if "--pipeline-schedule" in words:
+            name = words[words.index("--pipeline-schedule") + 1]
+            schedules = [name] * num_steps
+        if self.falling_back in words:
+            schedules[-2:] = [MEGATRONS] * 2
+        return schedules
 
 
 @pytest.fixture
@@ -261,6 +284,78 @@ def test_rounds_run_to_and_fro_from_the_same_weights(
     assert (
         "run 7 of 7: Megatron's own, round 2: 100.0 ms per step, 5 steps" in shown.err
     )
+
+
+@pytest.mark.parametrize("option", [[], ["--speed-only"], ["--self"]])
+def test_a_candidate_that_falls_back_after_the_third_step_is_unproven(
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: list[str],
+) -> None:
+    """Its numbers are equal, but they and its time are those of Megatron's own schedule."""
+    launches.falling_back = "zb-h1"
+    words = [
+        *option,
+        "-o",
+        "out",
+        "--",
+        *RECIPE.split(),
+        "--pipeline-schedule",
+        "zb-h1",
+    ]
+    assert compare(monkeypatch, *words) == 1
+    shown = capsys.readouterr().out
+    reason = "Megatron's own ran instead of zb-h1 in 2 of 5 steps, first in iteration 4"
+    assert reason in shown
+    for praise in ("bit-equal", "1.00 x", "as fast", "Flags to keep"):
+        assert praise not in shown
+    answer = json.loads(Path("out/results.json").read_text())
+    row = answer["runs"][1]
+    assert (row["judgement"], row["speed"]) == ("unproven", None)
+    steps = row["rounds"][0]
+    assert [step["schedules"] for step in steps[2:4]] == [["zb-h1"], [MEGATRONS]]
+    assert html.escape(reason) in Path("out/compare.html").read_text()
+
+
+def test_a_reference_that_falls_back_proves_nothing(
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    launches.falling_back = "gpipe"
+    words = ["--reference", "gpipe", "--with", "zb-h1", "-o", "out", "--"]
+    assert compare(monkeypatch, *words, *RECIPE.split()) == 1
+    shown = capsys.readouterr().out
+    assert "\nzb-h1: gpipe: Megatron's own ran instead of gpipe in 2 of 5" in shown
+    assert "bit-equal" not in shown
+    assert "as fast" not in shown
+
+
+def test_a_transport_that_carries_nothing_is_named(
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--with=--pipeline-transport shm", "-o", "out", "--", *RECIPE.split()]
+    assert compare(monkeypatch, *words) == 1
+    assert (
+        "torch.distributed ran instead of --pipeline-transport in 5 of 5 steps"
+        in capsys.readouterr().out
+    )
+
+
+def test_a_calibration_that_falls_back_teaches_nothing(
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    launches.losses["--pipeline-slices"] = _slightly_other(1e-5)
+    launches.rounded_losses = LOSSES[:-1]
+    words = ["--calibrate", "--rounds", "1", "--with", SLICES, "-o", "out"]
+    assert compare(monkeypatch, *words, "--", *RECIPE.split()) == 1
+    shown = capsys.readouterr().out
+    assert "stated one holds: it trained 4 steps, but the reference trained 5" in shown
 
 
 def test_other_numbers_end_with_exit_code_3(
@@ -484,6 +579,7 @@ def test_what_differs_is_located_by_short_runs(
     monkeypatch.setattr(rounds, "compare_digests", compare_digests)
     monkeypatch.setattr(rounds, "first_operator", first_operator)
     monkeypatch.setattr(rounds, "why_unavailable", lambda: unavailable)
+    launches.departures[DIGESTS] = ["each W runs at its place"]
     recipe = [*RECIPE.split(), "--pipeline-schedule", "zb-h1"]
     words = ["--with", "gpipe", "--locate", "--rounds", "1", "-o", "out", "--", *recipe]
     assert compare(monkeypatch, *words) == 3
@@ -493,6 +589,7 @@ def test_what_differs_is_located_by_short_runs(
     )
     assert folders == [(Path(own[DIGESTS]), Path(candidate[DIGESTS]), None)]
     shown = capsys.readouterr().out
+    assert "zb-h1: in a run with digests: each W runs at its place" in shown
     assert (
         "zb-h1: first difference: iteration 3, micro-batch 1: the output of layer 2"
         in shown
@@ -720,6 +817,17 @@ def test_flags_of_the_environment_are_the_recipes_too(
     monkeypatch.setenv("MEGATRON_EXT_FLAGS", "--pipeline-schedule zb-h1")
     assert compare(monkeypatch, "-o", "out", "--", *RECIPE.split()) == 0
     assert sum("zb-h1" in words for words in launches.words) == 2
+
+
+def test_flags_of_the_environment_are_not_the_references(
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The tolerance is that between Megatron's own schedule and the candidate."""
+    monkeypatch.setenv("MEGATRON_EXT_FLAGS", "--pipeline-schedule zb-v")
+    assert compare(monkeypatch, "--dry-run", "--", *RECIPE.split()) == 0
+    assert "zb-v: losses within 0.0001 and gradient norms" in capsys.readouterr().out
 
 
 def test_the_best_of_the_planner_are_compared(

@@ -159,8 +159,12 @@ def _with_steps(owner: Contender, **changes: Any) -> Contender:
         ({"gradient_norm": float("inf")}, "gradient norm is inf in both runs at iter"),
         ({"losses": {}}, "the runs recorded no losses"),
         ({"skipped": True}, "the optimizer skipped every step"),
+        (
+            {"gradient_norm": None, "learning_rate": 0.0},
+            "the learning rate is 0 and no gradient norm was recorded",
+        ),
     ],
-    ids=["nan", "inf", "no losses", "skipped"],
+    ids=["nan", "inf", "no losses", "skipped", "no updates"],
 )
 def test_equal_numbers_that_prove_nothing_are_not_equal(
     tmp_path: Path, changes: dict[str, Any], reason: str, promise: Promise
@@ -175,8 +179,79 @@ def test_equal_numbers_that_prove_nothing_are_not_equal(
     shown = answer_text(answer)
     assert reason in shown
     assert "bit-equal" not in shown
+    assert "as fast" not in shown
+    assert answer.keep == []
     itself = judge(contenders, against_itself=True)
     assert itself.verdict.startswith("unknown whether the recipe is deterministic: ")
+
+
+def test_losses_of_some_steps_prove_nothing(tmp_path: Path) -> None:
+    contenders = [own(tmp_path), contender(tmp_path)]
+    for owner in contenders:
+        for record in owner.records:
+            record.steps[3] = replace(record.steps[3], losses={})
+    answer = judge(contenders)
+    assert answer.rows[1].judgement == "unproven"
+    assert answer.rows[1].reason == "the runs recorded no loss at iteration 4"
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_rank_without_a_record_proves_nothing(tmp_path: Path, position: int) -> None:
+    contenders = [own(tmp_path), contender(tmp_path)]
+    folder = write(tmp_path / "incomplete")
+    (folder / "rank-0.jsonl").unlink()
+    contenders[position].records[1] = read(folder)
+    answer = judge(contenders)
+    assert answer.rows[1].judgement == "unproven"
+    assert answer.rows[1].reason == "1 of 2 ranks left a record"
+
+
+def test_a_norm_that_does_not_repeat_excuses_no_loss(tmp_path: Path) -> None:
+    reference = own(tmp_path)
+    reference.records[1] = read(write(tmp_path / "again", norm=1.501))
+    other = contender(tmp_path, losses=(*LOSSES[:-1], LOSSES[-1] * 1.0005))
+    assert judge([reference, other]).rows[1].judgement == "different"
+
+
+def test_rounds_of_the_reference_with_other_steps_prove_nothing(tmp_path: Path) -> None:
+    reference = own(tmp_path)
+    reference.records[1] = read(write(tmp_path / "again", LOSSES[:-1]))
+    answer = judge([reference, contender(tmp_path)])
+    assert answer.rows[1].judgement == "unproven"
+    assert "trained different steps" in answer.rows[1].reason
+
+
+def test_warm_up_steps_are_no_step_time(tmp_path: Path) -> None:
+    """The recipe ends before the first measured step."""
+    other = contender(tmp_path, losses=LOSSES[:3], rounds=(0.1,))
+    reference = contender(tmp_path, Candidate(REFERENCE, ()), losses=LOSSES[:3])
+    answer = judge([reference, other])
+    assert answer.rows[1].judgement == "equal"
+    assert answer.rows[1].step_s is None
+    assert answer.keep == []
+    shown = answer_text(answer)
+    assert "zb-v: no step time: it trained 3 steps, and the first 3 are not" in shown
+
+
+def test_departures_and_chosen_wires_are_said_once(tmp_path: Path) -> None:
+    other = replace(contender(tmp_path, rounds=()), chooses_wires=True)
+    for number in range(2):
+        folder = write(
+            tmp_path / str(number),
+            wires=["shm", "tcp"],
+            departures=["weight gradient computed in I instead of W: a"],
+            num_slices=[2, 1, 2, 1, 2],
+        )
+        other.records.append(read(folder))
+    answer = judge([own(tmp_path), other])
+    assert answer.rows[1].judgement == "equal"
+    notes = [
+        "weight gradient computed in I instead of W: a",
+        "in 2 of 5 steps, no micro-batch was long enough to be cut into slices",
+        "messages over shm and tcp",
+    ]
+    assert answer.rows[1].notes == notes
+    assert as_json(answer, [own(tmp_path), other])["runs"][1]["notes"] == notes
 
 
 @pytest.mark.parametrize("norm", [None, 0.0])

@@ -39,7 +39,8 @@ def test_a_line_that_was_cut_off_and_a_rank_without_steps_do_not_count(
     (tmp_path / "rank-1.jsonl").write_text("")
     joined = read(tmp_path)
     assert len(joined.steps) == len(LOSSES) - 1
-    assert joined.notes == ["1 of 2 ranks left a record"]
+    assert joined.gap == "1 of 2 ranks left a record"
+    assert joined.notes == [joined.gap]
 
 
 def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
@@ -48,6 +49,29 @@ def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
         DataError, match="ranks disagree about the gradient norm of iteration 5"
     ):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"iteration": 6}, "the number of an iteration: 5 and 6"),
+        ({"skipped": True}, "only some of the ranks skipped iteration 5"),
+    ],
+)
+def test_ranks_that_train_other_steps_are_an_error(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    write(tmp_path, changes={1: change})
+    with pytest.raises(DataError, match=message):
+        read(tmp_path)
+
+
+def test_a_schedule_that_only_one_rank_runs_is_named(tmp_path: Path) -> None:
+    write(tmp_path, schedules=["zb-v"] * 5, changes={1: {"schedule": "1f1b"}})
+    record = read(tmp_path)
+    assert record.substitute("zb-v", is_carried=False) == (
+        "1f1b ran instead of zb-v in 1 of 5 steps, first in iteration 5"
+    )
 
 
 def test_a_loss_that_replicas_do_not_average_is_averaged(tmp_path: Path) -> None:
