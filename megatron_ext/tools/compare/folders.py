@@ -81,7 +81,7 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
     code = outcome.EQUAL
     if comparison.difference is not None:
         code = outcome.DIFFERENT
-    elif comparison.not_finite:
+    elif comparison.gap:
         code = outcome.FAILED
     if args.json:
         print(json.dumps(_as_json(comparison, code), indent=1, allow_nan=False))
@@ -108,11 +108,17 @@ def _text(comparison: Comparison) -> str:
         f"no difference in {comparison.num_tensors:,} tensors of {comparison.num_steps} steps, "
         "counting the initial weights as one"
     )
-    if comparison.not_finite:
-        verdict += f"; this proves nothing, because {comparison.not_finite}"
+    if comparison.gap:
+        verdict += f"; equality is unproven, because {comparison.gap}"
     if difference is not None:
         verdict = difference.sentence()
-    lines = [verdict, f"tolerance: {comparison.tolerance}", *comparison.notes]
+    schedules = " and ".join(comparison.schedules)
+    lines = [
+        verdict,
+        f"schedules: {schedules}",
+        f"tolerance: {comparison.tolerance}",
+        *comparison.notes,
+    ]
     place = None if difference is None else place_of(difference)
     if place is not None:
         lines.append(

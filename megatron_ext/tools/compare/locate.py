@@ -17,7 +17,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -176,8 +176,10 @@ class Comparison:
     """How much tensors may differ, and why."""
     notes: tuple[str, ...]
     """Notes on what could not be compared."""
-    not_finite: str = ""
-    """The first output or weight with an infinity or NaN in both runs, or empty if none has any."""
+    gap: str = ""
+    """Why finding no difference proves nothing; empty if it proves something."""
+    schedules: tuple[str, str] = ("", "")
+    """The schedules of the reference and the candidate."""
 
 
 def compare(
@@ -272,7 +274,8 @@ class _Run:
     files: list[RankFile]
     steps: dict[int, dict[_Key, _Tensor]]
     """The steps that all ranks have completed."""
-    notes: list[str] = field(default_factory=list)
+    gap: str = ""
+    """Which steps are incomplete, or did not run the configured schedule; empty if none."""
 
     @classmethod
     def read(cls, folder: Path, *, settings: str = "") -> _Run:
@@ -289,16 +292,19 @@ class _Run:
                 f"{folder} has digests of {len(files)} of {num_ranks} ranks; copy the files of the "
                 "other ranks into it, or record again into a folder that all hosts share"
             )
+        # The files of an earlier run with more ranks may still be there.
+        if any(file.header.num_ranks not in (0, len(files)) for file in files):
+            raise DataError(
+                f"{folder} has digests of several runs; record each run into a new folder"
+            )
         common = set.intersection(*(set(file.steps) for file in files))
         longest = set.union(*(set(file.steps) for file in files))
-        notes = []
+        gap = _other_schedule(folder, files)
         # A rank that was killed may lack the last steps, so compare only steps that all ranks have.
         if common != longest:
-            notes.append(
-                f"{folder}: not all ranks completed step {min(longest - common)}"
-            )
+            gap = f"{folder}: not all ranks completed step {min(longest - common)}"
         steps = {number: _tensors(files, number) for number in sorted(common)}
-        return cls(files, steps, notes)
+        return cls(files, steps, gap)
 
     @cached_property
     def first_step(self) -> int:
@@ -314,6 +320,22 @@ class _Run:
     def header(self) -> Header:
         """The header from the first rank."""
         return self.files[0].header
+
+    def names_in(self, steps: Collection[int]) -> set[tuple[Kind, str]]:
+        """Return the kinds of tensors in some steps, each with its module or parameter."""
+        names: set[tuple[Kind, str]] = set()
+        for step in steps:
+            names.update((kind, module) for kind, _, module in self.steps[step])
+        return names
+
+
+def _other_schedule(folder: Path, files: Sequence[RankFile]) -> str:
+    """Return which step did not run the configured schedule; empty if all steps ran it."""
+    for file in files:
+        for step, schedule in sorted(file.schedules.items()):
+            if schedule != file.header.schedule:
+                return f"{folder}: step {step} ran {schedule} instead of {file.header.schedule}"
+    return ""
 
 
 def _tensors(files: Sequence[RankFile], step: int) -> dict[_Key, _Tensor]:
@@ -529,13 +551,14 @@ class _Comparing:
             raise DataError(
                 "the two runs have no complete step in common; record them again"
             )
-        notes = [*self.reference.notes, *self.candidate.notes]
-        # Compare only the steps that both runs have.
-        counts = len(self.reference.steps), len(self.candidate.steps)
+        notes = []
+        gap = self.reference.gap or self.candidate.gap
+        # Equal steps say nothing about a step that only one of the runs has.
         if set(self.reference.steps) != set(self.candidate.steps):
-            notes.append(
+            counts = len(self.reference.steps), len(self.candidate.steps)
+            gap = gap or (
                 f"the runs have {counts[0]} and {counts[1]} steps, of which they share "
-                f"{len(common)}; only these were compared"
+                f"{len(common)}; record both for the same steps"
             )
         learned_steps = self.tolerances.steps
         # Among these, compare only steps for which tolerances were learned.
@@ -548,7 +571,7 @@ class _Comparing:
                     "record it again with as many steps"
                 )
             if num_unlearned:
-                notes.append(
+                gap = gap or (
                     f"the run to learn tolerances from lacks {num_unlearned} steps, which were not "
                     "compared"
                 )
@@ -565,7 +588,6 @@ class _Comparing:
         # A difference spreads to all later steps, so stop at the first step that has one.
         num_steps = num_tensors = 0
         difference = None
-        not_finite = ""
         for step in common:
             num_steps += 1
             num_tensors += len(
@@ -575,7 +597,7 @@ class _Comparing:
             if mismatches:
                 difference = self._chosen(step, mismatches)
                 break
-            not_finite = not_finite or self._not_finite(step)
+            gap = gap or self._not_finite(step)
         # Without common tensors, finding no difference would mean nothing.
         if difference is None and not num_tensors:
             raise DataError(
@@ -593,8 +615,9 @@ class _Comparing:
             num_steps,
             num_tensors,
             self._tolerance_text,
-            tuple(notes),
-            not_finite,
+            (*notes, *self._unmatched(common)),
+            gap,
+            (self.reference.header.schedule, self.candidate.header.schedule),
         )
 
     def _not_finite(self, step: int) -> str:
@@ -612,6 +635,21 @@ class _Comparing:
             return ""
         first = self._chosen(step, places)
         return f"{first.tensor} is not finite in both runs ({first.moment})"
+
+    def _unmatched(self, steps: Sequence[int]) -> Iterator[str]:
+        """Yield a note for each run about the modules and parameters that only this run has."""
+        in_reference = self.reference.names_in(steps)
+        in_candidate = self.candidate.names_in(steps)
+        for label, unmatched in (
+            ("reference", in_reference - in_candidate),
+            ("candidate", in_candidate - in_reference),
+        ):
+            if unmatched:
+                kind, module = min(unmatched)
+                yield (
+                    f"not compared: {len(unmatched)} kinds of tensors that only the {label} has, "
+                    f"such as {kind} of {module}"
+                )
 
     def _mismatches(self, step: int) -> Iterator[_Mismatch]:
         references, candidates = self.reference.steps[step], self.candidate.steps[step]

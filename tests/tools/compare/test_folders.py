@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.tracing.digest_files import VARIABLE, Header
+from megatron_ext.tracing.digest_files import VARIABLE, Header, Writer
 from tests.examples.test_configure import PROGRAM, losses
 from tests.tools.compare.digests import changed, step_records, write
 
@@ -26,6 +26,7 @@ def test_equal_folders_end_with_exit_code_0(
     assert compare(monkeypatch, "--folders", *folders) == 0
     assert capsys.readouterr().out.splitlines() == [
         "no difference in 32 tensors of 1 steps, counting the initial weights as one",
+        "schedules: Megatron's own and Megatron's own",
         "tolerance: none, all bits must be equal",
     ]
 
@@ -74,6 +75,85 @@ def test_nan_in_both_runs_proves_nothing(
     assert compare(monkeypatch, "--folders", *folders) == 1
     assert "the output of layer 2 is not finite in both runs" in capsys.readouterr().out
     assert compare(monkeypatch, "--json", "--folders", *folders) == 1
+
+
+@pytest.mark.parametrize("is_shorter", [True, False])
+def test_runs_of_unequal_length_are_unproven(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    is_shorter: bool,
+) -> None:
+    """Nothing is known about the steps that only one of them has."""
+    steps = [step_records()] * 3
+    long = str(write(tmp_path / "long", *steps))
+    short = str(write(tmp_path / "short", *steps[:2]))
+    folders = [long, short] if is_shorter else [short, long]
+    assert compare(monkeypatch, "--folders", *folders) == 1
+    verdict = capsys.readouterr().out.splitlines()[0]
+    assert verdict.startswith("no difference in 64 tensors of 2 steps")
+    assert "equality is unproven, because the runs have " in verdict
+    assert "steps, of which they share 2; record both for the same steps" in verdict
+    assert compare(monkeypatch, "--json", "--folders", *folders) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["gap"].startswith("the runs have ")
+
+
+def test_a_step_that_not_all_ranks_completed_is_unproven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank was killed in both runs, in the same step."""
+    folders = []
+    for name in ("one", "two"):
+        for rank in range(2):
+            steps = [step_records()] * (2 - rank)
+            write(tmp_path / name, *steps, header=Header(rank, num_ranks=2))
+        folders.append(str(tmp_path / name))
+    assert compare(monkeypatch, "--folders", *folders) == 1
+    assert "not all ranks completed step 2" in capsys.readouterr().out
+
+
+def test_a_step_that_ran_another_schedule_is_unproven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = str(write(tmp_path / "one", step_records(), step_records()))
+    candidate = tmp_path / "two"
+    writer = Writer(candidate, Header(0, schedule="zb-v"))
+    writer.step(1, step_records(), "zb-v")
+    writer.step(2, step_records(), "Megatron's own")
+    writer.close()
+    assert compare(monkeypatch, "--folders", reference, str(candidate)) == 1
+    shown = capsys.readouterr().out
+    assert "two: step 2 ran Megatron's own instead of zb-v" in shown
+    assert "\nschedules: Megatron's own and zb-v\n" in shown
+
+
+def test_files_of_an_earlier_run_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = []
+    for name in ("one", "two"):
+        write(tmp_path / name, step_records(), header=Header(0, num_ranks=1))
+        write(tmp_path / name, step_records(), header=Header(1, num_ranks=2))
+        folders.append(str(tmp_path / name))
+    assert compare(monkeypatch, "--folders", *folders) != 0
+    assert "has digests of several runs" in capsys.readouterr().err
+
+
+def test_what_only_one_run_has_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fewer = [item for item in step_records() if item.stage != 3]
+    folders = [
+        str(write(tmp_path / "one", step_records())),
+        str(write(tmp_path / "two", fewer)),
+    ]
+    assert compare(monkeypatch, "--folders", *folders) == 0
+    assert (
+        "not compared: 5 kinds of tensors that only the reference has, such as backward of "
+        "decoder.layers.3"
+    ) in capsys.readouterr().out
 
 
 def test_a_difference_is_named_and_ends_with_exit_code_3(
