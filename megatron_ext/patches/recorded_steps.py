@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_ext.config import active
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 from megatron_ext.tracing import step_records
 
@@ -35,11 +36,14 @@ def _log(
 ) -> Any:
     """Megatron logs rounded losses, which hide small differences between runs."""
     step = by_name(call, args, kwargs)
+    skipped: bool | None = bool(step["skipped_iter"])
+    if active.has_role("forward"):
+        skipped = None  # the backward ranks decide
     record.add(
         step["iteration"],
         step["loss_dict"],
         step["grad_norm"],
-        skipped=bool(step["skipped_iter"]),
+        skipped=skipped,
         learning_rate=step["learning_rate"],
     )
     return call(*args, **kwargs)

@@ -91,7 +91,7 @@ class StepRecord(Observer):
         losses: Mapping[str, Any],
         gradient_norm: Any,
         *,
-        skipped: bool,
+        skipped: bool | None,
         learning_rate: float | None,
     ) -> None:
         """Append a step that has just finished.
@@ -100,7 +100,8 @@ class StepRecord(Observer):
             iteration: The step's number, counted over all resumed runs.
             losses: One-element tensors, by name; empty except on the last stage.
             gradient_norm: A number, a one-element tensor, or None if it was not computed.
-            skipped: Whether the optimizer skipped the weight update.
+            skipped: Whether the optimizer skipped the weight update; None if this rank has no
+                optimizer.
             learning_rate: The logged learning rate; None if this rank does not know it.
         """
         # The conversions wait for the device, so read the clock after them.

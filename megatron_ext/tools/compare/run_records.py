@@ -208,11 +208,13 @@ def _step(lines: Sequence[dict[str, Any]]) -> Step:
                 f"ranks disagree about the number of an iteration: {iteration} and "
                 f"{line['iteration']}; they trained on different batches"
             )
-        if line["skipped"] != lines[0]["skipped"]:
-            raise DataError(
-                f"only some of the ranks skipped iteration {iteration}; their weights are no "
-                "longer the same"
-            )
+    # The forward ranks of a disaggregated job have no optimizer.
+    skipped = {line["skipped"] for line in lines} - {None}
+    if len(skipped) > 1:
+        raise DataError(
+            f"only some of the ranks skipped iteration {iteration}; their weights are no longer "
+            "the same"
+        )
     # Only ranks that hold parameters know the rate.
     rates = [
         line["learning_rate"] for line in lines if line["learning_rate"] is not None
@@ -228,7 +230,7 @@ def _step(lines: Sequence[dict[str, Any]]) -> Step:
         iteration=iteration,
         losses={name: _mean(values) for name, values in values_of_loss.items()},
         gradient_norm=norms[0] if norms else None,
-        skipped=lines[0]["skipped"],
+        skipped=True in skipped,
         duration_s=statistics.fmean(durations) if durations else None,
         learning_rate=max(rates, default=None),
         schedules=frozenset(line["schedule"] for line in lines),

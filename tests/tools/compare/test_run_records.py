@@ -66,6 +66,14 @@ def test_ranks_that_train_other_steps_are_an_error(
         read(tmp_path)
 
 
+def test_ranks_without_an_optimizer_do_not_say_whether_a_step_was_skipped(
+    tmp_path: Path,
+) -> None:
+    """The forward ranks of a disaggregated job, which come first."""
+    write(tmp_path, changes={0: {"skipped": None}, 1: {"skipped": True}})
+    assert read(tmp_path).steps[-1].skipped
+
+
 def test_a_schedule_that_only_one_rank_runs_is_named(tmp_path: Path) -> None:
     write(tmp_path, schedules=["zb-v"] * 5, changes={1: {"schedule": "1f1b"}})
     record = read(tmp_path)
