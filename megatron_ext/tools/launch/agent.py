@@ -162,7 +162,7 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         child_name = runs.KEEPER
     ended: Json = {
         "kind": "ended",
-        "what": child_name,
+        "part": child_name,
         "code": _CANNOT_START,
         "stopped": None,
         "tail": [],
@@ -290,7 +290,7 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
     }
     if first is None:
         return failure
-    failure |= {"what": f"rank {first.rank}", "cause": asdict(first)}
+    failure |= {"part": f"rank {first.rank}", "cause": asdict(first)}
     # torchrun's exit code may differ from the exit code of the rank that failed first.
     if first.code:
         failure["code"] = first.code

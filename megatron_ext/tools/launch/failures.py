@@ -18,7 +18,7 @@ class Failure:
     """A job's failure on one host."""
 
     host: str
-    what: str
+    part: str
     """The failed part: `rank 3`, `torchrun`, `the keeper of the ranks`, `the command`, or
     `the connection to the agent`."""
     code: int
@@ -37,10 +37,10 @@ class Failure:
         if self.code < 0:
             how = f"was killed by {_signal_name(-self.code)}"
         if self.cause is None:
-            return f"{self.host}: {self.what} {how}{self.note}"
+            return f"{self.host}: {self.part} {how}{self.note}"
         reason = self.cause.reason
         # The watchdog's reason starts with these words (`tracing/hang.py`).
-        blamed = f"{self.what} holds the job up: "
+        blamed = f"{self.part} holds the job up: "
         if self.cause.kind == "stopped":
             how = "makes no progress"
         elif self.cause.kind == "left":
@@ -51,7 +51,7 @@ class Failure:
         if self.cause.iteration is not None:
             when = f" in iteration {self.cause.iteration}"
         because = f": {reason}" if reason else ""
-        return f"{self.host}: {self.what} {how}{when}{self.note}{because}"
+        return f"{self.host}: {self.part} {how}{when}{self.note}{because}"
 
     @property
     def rank(self) -> int | None:

@@ -213,7 +213,7 @@ class Watch:
             return
         failure = self._failure_of(index, message, ending)
         # The ranks on a host are killed with their keeper.
-        if message["what"] == KEEPER and message["code"] < 0 and self._may_continue:
+        if message["part"] == KEEPER and message["code"] < 0 and self._may_continue:
             self._outlive(index, failure)
             return
         self.failures[index] = failure
@@ -224,7 +224,7 @@ class Watch:
         ahead_s = self._hellos[index]["ahead_s"]
         failure = Failure(
             host=self._plan.hosts[index].name,
-            what=message["what"],
+            part=message["part"],
             code=message["code"],
             # The clocks on the hosts differ, so convert times to the launcher's clock.
             at=message["time"] - ahead_s,
@@ -246,7 +246,7 @@ class Watch:
         self.lost.append(index)
         failure = Failure(
             host=connection.host,
-            what="the connection to the agent",
+            part="the connection to the agent",
             code=CONNECTION_FAILED,
             at=time.time(),
             tail=connection.noise()[-5:],

@@ -35,7 +35,7 @@ def test_a_process_that_was_killed_explains_those_that_missed_it() -> None:
     killed = Failure("b", "rank 5", -9, at=10.4)
     also = Failure("c", "rank 7", -6, at=10.5)
     assert first_failure([missed, also, killed]) is killed
-    assert first_failure([missed, Failure("a", "rank 1", 1, at=9.0)]).what == "rank 1"
+    assert first_failure([missed, Failure("a", "rank 1", 1, at=9.0)]).part == "rank 1"
     assert str(killed) == "b: rank 5 was killed by SIGKILL"
     assert (
         str(replace(killed, code=-40)) == "b: rank 5 was killed by signal 40"
@@ -141,7 +141,7 @@ def _watch_of_three_hosts(**settings: Any) -> Watch:
 
 
 def _ended(code: int) -> dict[str, Any]:
-    return {"what": "torchrun", "code": code, "stopped": None, "time": 1.0, "tail": []}
+    return {"part": "torchrun", "code": code, "stopped": None, "time": 1.0, "tail": []}
 
 
 def test_a_job_that_keeps_going_outlives_another_host_but_not_the_first(
@@ -172,7 +172,7 @@ def test_a_job_that_keeps_going_outlives_another_host_but_not_the_first(
 def test_a_job_that_keeps_going_outlives_a_killed_keeper_of_another_host(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    killed = {**_ended(-9), "what": runs.KEEPER}
+    killed = {**_ended(-9), "part": runs.KEEPER}
     watch = _watch_of_three_hosts(reserve=0, num_reserve_hosts=1)
     watch._end_host(1, killed)
     assert not watch.failures
@@ -205,7 +205,7 @@ def test_a_launcher_is_idle_while_a_failed_job_that_is_stopped_takes_its_grace(
     plan = JobPlan("r1", (Host("a", 1), Host("b", 1)), ("true",), "/", sys.executable)
     agents = Agents(plan)
     agents.connections = dict.fromkeys(range(2), Mock(heard_at=time.monotonic()))
-    ended = {"kind": "ended", "what": "the command", "code": 7, "time": 0.0, "tail": []}
+    ended = {"kind": "ended", "part": "the command", "code": 7, "time": 0.0, "tail": []}
     agents.events.put((0, {**ended, "stopped": None}))
     agents.events.put((signal.SIGINT, "signal"))
     last = (1, {**ended, "stopped": "the launcher requested it"})
