@@ -138,6 +138,15 @@ class Answer:
     keep: list[str]
     """Flags of the fastest contender whose numbers are right; empty if the reference is fastest."""
     code: int
+    gain_is_noise: bool = False
+    """Whether the gain of these flags is no larger than the difference between two rounds."""
+
+    @property
+    def keep_heading(self) -> str:
+        """The words before the flags to keep."""
+        if self.gain_is_noise:
+            return "Flags to keep if the gain repeats with more --rounds"
+        return "Flags to keep"
 
 
 def judge(
@@ -173,10 +182,15 @@ def judge(
     if against_itself:
         return Answer(rows, _verdict_of_itself(rows), [], code)
     best = _best(rows)
-    flags_to_keep: list[str] = []
-    if best is not None:
-        flags_to_keep = best.flags
-    return Answer(rows, _verdict(rows, best), flags_to_keep, code)
+    if best is None:
+        return Answer(rows, _verdict(rows, best), [], code)
+    return Answer(
+        rows,
+        _verdict(rows, best),
+        best.flags,
+        code,
+        gain_is_noise=is_noise(best, rows[0]),
+    )
 
 
 def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row:

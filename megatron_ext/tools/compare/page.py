@@ -38,7 +38,8 @@ def page(answer: Answer, contenders: Sequence[Contender]) -> str:
                 notes.append(f"<li>{escape(row.label)}: {escape(text)}</li>")
     keep = ""
     if answer.keep:
-        keep = f"<p>Flags to keep: <code>{escape(shlex.join(answer.keep))}</code></p>"
+        flags = escape(shlex.join(answer.keep))
+        keep = f"<p>{answer.keep_heading}: <code>{flags}</code></p>"
     content = {
         "TITLE": escape(title),
         "VERDICT": f"<p>{escape(answer.verdict)}</p>{keep}",

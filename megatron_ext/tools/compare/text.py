@@ -34,7 +34,7 @@ def answer_text(answer: Answer) -> str:
             lines.append(f"{row.label}: {row.located}")
     lines += ["", answer.verdict]
     if answer.keep:
-        lines.append(f"Flags to keep: {shlex.join(answer.keep)}")
+        lines.append(f"{answer.keep_heading}: {shlex.join(answer.keep)}")
     return "\n".join(lines)
 
 

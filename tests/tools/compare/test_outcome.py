@@ -73,6 +73,16 @@ def test_a_steady_drift_cancels(tmp_path: Path) -> None:
     assert answer.keep == [] or "may not be faster" in answer.verdict
 
 
+def test_a_gain_within_the_noise_is_not_simply_kept(tmp_path: Path) -> None:
+    answer = judge(
+        [own(tmp_path, (0.10, 0.13)), contender(tmp_path, rounds=(0.10, 0.12))],
+        speed_only=False,
+    )
+    assert "may not be faster than Megatron's own" in answer.verdict
+    heading = "Flags to keep if the gain repeats with more --rounds"
+    assert f"{heading}: --pipeline-schedule zb-v" in answer_text(answer)
+
+
 @pytest.mark.parametrize(
     ("promise", "change", "judgement", "code"),
     [
