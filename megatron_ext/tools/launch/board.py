@@ -166,8 +166,8 @@ class FirstBoard:
                 self._hosts[note["host"]].has_ended = True
                 self.is_end_reported |= note["is_reported"]
         now = time.monotonic()
-        # Reading a host's heartbeats takes a call to the store, and `take_turn` runs 20 times per
-        # second, so do not read them in every turn.
+        # Reading a host's heartbeats takes a call to the store, and each rank that exits causes a
+        # turn, so do not read them in every turn.
         if now < self._looks_at_s:
             return
         self._looks_at_s = now + _BEAT_S

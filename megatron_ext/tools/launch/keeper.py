@@ -36,7 +36,8 @@ from megatron_ext.upstream import parent
 _STORES = {1: "the store of the ranks", 2: "the store of nvidia-resiliency-ext"}
 """Distance from the master port, as chosen by Megatron and nvidia-resiliency-ext -> the store."""
 _STORE_TIMEOUT_S = 300.0
-_TURN_S = 0.05
+_TURN_S = 0.5
+"""How often notes from other hosts are read. A rank that exits starts a turn immediately."""
 _LAST_NOTES_S = 10.0
 """How long the first host waits for the others to finish, after the grace period."""
 _STEP = re.compile(rb"\biteration +\d+/ *\d+ \|")
@@ -195,6 +196,8 @@ class Keeper:
         self._grace_s = grace_s
         self._stopped_by: int | None = None
         self._ranks_met = ranks_met
+        self._signaled = threading.Event()
+        """Set by a signal: a rank has exited, or this process must stop."""
         shown = set()
         for item in (args.tee or "").split(","):
             # Each item has the form RANK:STREAMS.
@@ -225,6 +228,7 @@ class Keeper:
         # this process and leave the ranks running.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
+        signal.signal(signal.SIGCHLD, self._wake)
         command = [sys.executable, "-u", "-m", *args.command]
         # The same layout as torchrun's, in which the agent looks for the logs and causes.
         folder = Path(args.log_dir) / "kept" / "attempt_0"
@@ -270,6 +274,8 @@ class Keeper:
     def _watch(self) -> None:
         """Wait until no more ranks are running, or until the ranks had to be stopped."""
         while True:
+            # Clear this before polling the ranks, so that a rank that exits later starts a turn.
+            self._signaled.clear()
             # Check this before recording losses. If a rank exits in between, the next turn records
             # its loss.
             is_needed = self._runs_ranks() or self._board.is_needed
@@ -283,7 +289,7 @@ class Keeper:
                 return
             if not is_needed:
                 return
-            time.sleep(_TURN_S)
+            self._signaled.wait(_TURN_S)
 
     def _runs_ranks(self) -> bool:
         return any(rank.process.poll() is None for rank in self._ranks)
@@ -326,6 +332,10 @@ class Keeper:
 
     def _stop(self, number: int, _frame: object) -> None:
         self._stopped_by = number
+        self._signaled.set()
+
+    def _wake(self, _number: int, _frame: object) -> None:
+        self._signaled.set()
 
     def _end_all(self) -> None:
         """Ask the remaining ranks to exit, and kill them after the grace period."""
@@ -333,11 +343,14 @@ class Keeper:
         for rank in self._ranks:
             with suppress(OSError):
                 rank.process.send_signal(signal.SIGTERM)
-        while any(rank.process.poll() is None for rank in self._ranks):
+        while True:
+            self._signaled.clear()
+            if not self._runs_ranks():
+                return
             if time.monotonic() > deadline:
                 for rank in self._ranks:
                     rank.process.kill()
-            time.sleep(_TURN_S)
+            self._signaled.wait(_TURN_S)
 
 
 def main() -> int:
