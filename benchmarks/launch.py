@@ -25,8 +25,9 @@
             weights differ from those of one undisturbed run over shared memory in any bit. Every
             recovery is also printed when it ends. Takes ten minutes, or an hour on two busy cores.
             Needs nvidia-resiliency-ext.
-`kept`      the time of a step with `--keep-going`, relative to the same job without it, in turn.
-            Local checkpoints are switched off: they cost what Megatron logs for them. Needs
+`kept`      the time of a step with `--keep-going`, relative to the same job without it, in turn,
+            and the processor time that it adds to a step, which is the more reliable one. Local
+            checkpoints are switched off: they cost what Megatron logs for them. Needs
             nvidia-resiliency-ext.
 """
 
@@ -86,6 +87,7 @@ _TIMED_MODEL = (
 )
 """A model whose steps take long enough to show a cost of 1 %."""
 _TIMED_STEPS = 40
+_TIMED_RANKS = 2
 _STEPS_TO_SETTLE = 10
 _PAUSE = "pause before the first restart"
 _PARTS = {
@@ -446,8 +448,36 @@ def survive(directory: Path, num_kills: int) -> list[Row]:
     return rows
 
 
-def _step_ms(directory: Path, *flags: str) -> float:
-    """Return the median time of a step of a job, in milliseconds."""
+@dataclass
+class StepCost:
+    """A step of a job, in milliseconds."""
+
+    step_ms: float
+    """Median of the steps."""
+    beside_ms: float
+    """Mean processor time in a step of all threads but those that compute."""
+
+
+def _beside_ms(job: psutil.Process) -> float:
+    """Return the processor time so far of all threads but those that compute, in milliseconds."""
+    beside_ns = 0
+    main_threads_ns: list[int] = []
+    for process in job.children(recursive=True):
+        # A process or a thread may end meanwhile.
+        with suppress(OSError, psutil.Error):
+            for task in Path(f"/proc/{process.pid}/task").iterdir():
+                running_ns = int((task / "schedstat").read_text().split()[0])
+                if int(task.name) == process.pid:
+                    main_threads_ns.append(running_ns)
+                else:
+                    beside_ns += running_ns
+    # The main threads of the training ranks run for most of the time.
+    beside_ns += sum(sorted(main_threads_ns)[:-_TIMED_RANKS])
+    return beside_ns / 1e6
+
+
+def _step_cost(directory: Path, *flags: str) -> StepCost:
+    """Return what a step of a job costs."""
     directory.mkdir()
     saved = str(directory / "saved")
     argv = [
@@ -458,27 +488,45 @@ def _step_ms(directory: Path, *flags: str) -> float:
     ]  # fmt: skip
     if flags:
         argv += ["--non-persistent-ckpt-type", "global"]
+    times_ms: list[float] = []
+    beside_ms: list[float] = []
+    output: list[str] = []
     with start(directory, argv, subprocess.STDOUT, _TRAINING_TIMEOUT_S) as job:
-        output, _ = job.communicate()
-    times_ms = re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", output)
+        assert job.stdout is not None
+        for line in job.stdout:
+            output.append(line)
+            step = re.search(r"elapsed time per iteration \(ms\): ([0-9.]+)", line)
+            if step is None:
+                continue
+            times_ms.append(float(step[1]))
+            if len(times_ms) in (_STEPS_TO_SETTLE, _TIMED_STEPS - 1):
+                beside_ms.append(_beside_ms(psutil.Process(job.pid)))
     if job.returncode != 0 or len(times_ms) != _TIMED_STEPS:
-        raise SystemExit(output[-6000:])
-    return statistics.median(float(time_ms) for time_ms in times_ms[_STEPS_TO_SETTLE:])
+        raise SystemExit("".join(output[-60:]))
+    begin_ms, end_ms = beside_ms
+    num_steps = _TIMED_STEPS - 1 - _STEPS_TO_SETTLE
+    return StepCost(
+        statistics.median(times_ms[_STEPS_TO_SETTLE:]), (end_ms - begin_ms) / num_steps
+    )
 
 
 def kept(directory: Path, rounds: int) -> list[Row]:
     """Return the cost of `--keep-going` in a step."""
     ratios = []
+    shares = []
     for number in range(rounds):
-        without_ms = _step_ms(directory / f"plain-{number}")
-        with_ms = _step_ms(directory / f"kept-{number}", "--keep-going")
-        print(
-            f"{without_ms:.1f} ms, with --keep-going {with_ms:.1f} ms", file=sys.stderr
-        )
-        ratios.append(with_ms / without_ms)
-    spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-    name = "a step with --keep-going, relative to one without"
-    return [(name, f"{statistics.median(ratios):.3f} ({spread})", "1.01")]
+        plain = _step_cost(directory / f"plain-{number}")
+        keeping = _step_cost(directory / f"kept-{number}", "--keep-going")
+        print(f"{plain}, with --keep-going {keeping}", file=sys.stderr)
+        ratios.append(keeping.step_ms / plain.step_ms)
+        added_ms = keeping.beside_ms - plain.beside_ms
+        shares.append(added_ms / (_TIMED_RANKS * plain.step_ms))
+    ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+    share = f"{100 * statistics.median(shares):.1f} % ({100 * max(shares):.1f} %)"
+    return [
+        ("a step with --keep-going, relative to one without", ratio, "1.01"),
+        ("processor time that it adds, of two full cores (worst)", share, "1 %"),
+    ]
 
 
 def main() -> None:
