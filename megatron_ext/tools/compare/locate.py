@@ -546,35 +546,9 @@ class _Comparing:
         Raises:
             DataError: The runs have no training step or no tensor in common.
         """
-        common = sorted(set(self.reference.steps) & set(self.candidate.steps))
-        if not common:
-            raise DataError(
-                "the two runs have no complete step in common; record them again"
-            )
+        common, gap = self._common_steps()
         notes = []
-        gap = self.reference.gap or self.candidate.gap
-        # Equal steps say nothing about a step that only one of the runs has.
-        if set(self.reference.steps) != set(self.candidate.steps):
-            counts = len(self.reference.steps), len(self.candidate.steps)
-            gap = gap or (
-                f"the runs have {counts[0]} and {counts[1]} steps, of which they share "
-                f"{len(common)}; record both for the same steps"
-            )
         learned_steps = self.tolerances.steps
-        # Among these, compare only steps for which tolerances were learned.
-        if self._tolerates and learned_steps is not None:
-            num_unlearned = len(set(common) - set(learned_steps))
-            common = [step for step in common if step in learned_steps]
-            if not common:
-                raise DataError(
-                    "the run to learn tolerances from has none of the steps of the other two runs; "
-                    "record it again with as many steps"
-                )
-            if num_unlearned:
-                gap = gap or (
-                    f"the run to learn tolerances from lacks {num_unlearned} steps, which were not "
-                    "compared"
-                )
         precision = self.reference.header.precision
         if self._tolerates and learned_steps is None and precision != "float32":
             notes.append(
@@ -619,6 +593,42 @@ class _Comparing:
             gap,
             (self.reference.header.schedule, self.candidate.header.schedule),
         )
+
+    def _common_steps(self) -> tuple[list[int], str]:
+        """Return the steps to compare, and why equal ones prove nothing about the runs, if so.
+
+        Raises:
+            DataError: The runs have no step in common.
+        """
+        common = sorted(set(self.reference.steps) & set(self.candidate.steps))
+        if not common:
+            raise DataError(
+                "the two runs have no complete step in common; record them again"
+            )
+        gap = self.reference.gap or self.candidate.gap
+        # Equal steps say nothing about a step that only one of the runs has.
+        if set(self.reference.steps) != set(self.candidate.steps):
+            counts = len(self.reference.steps), len(self.candidate.steps)
+            gap = gap or (
+                f"the runs have {counts[0]} and {counts[1]} steps, of which they share "
+                f"{len(common)}; record both for the same steps"
+            )
+        learned_steps = self.tolerances.steps
+        # Among these, compare only steps for which tolerances were learned.
+        if self._tolerates and learned_steps is not None:
+            num_unlearned = len(set(common) - set(learned_steps))
+            common = [step for step in common if step in learned_steps]
+            if not common:
+                raise DataError(
+                    "the run to learn tolerances from has none of the steps of the other two runs; "
+                    "record it again with as many steps"
+                )
+            if num_unlearned:
+                gap = gap or (
+                    f"the run to learn tolerances from lacks {num_unlearned} steps, which were not "
+                    "compared"
+                )
+        return common, gap
 
     def _not_finite(self, step: int) -> str:
         """Describe the first output or weight that is not finite in both runs; empty if none is."""

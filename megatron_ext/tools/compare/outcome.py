@@ -197,15 +197,7 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
     records = contender.records
     step_s = median_s(records)
     reference_s = median_s(reference.records)
-    durations_s: list[float] = []
-    for record in records:
-        durations_s += record.durations_s
-    durations_s.sort()
-    fast_s = slow_s = None
-    if durations_s:
-        low_share, high_share = _PERCENTILES
-        fast_s = _percentile(durations_s, low_share)
-        slow_s = _percentile(durations_s, high_share)
+    fast_s, slow_s = _range_s(records)
     speed = None
     is_substituted = bool(contender.substitute or reference.substitute)
     if step_s and reference_s and contender is not reference and not is_substituted:
@@ -226,11 +218,6 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
     judgement, reason = _judged(contender, reference, difference)
     if speed_only and judgement == "not judged":
         reason = "each run drew its own weights (--speed-only)"
-    notes = list(contender.notes)
-    for record in records:
-        notes += record.notes
-        if contender.chooses_wires and record.wires:
-            notes.append(f"messages over {' and '.join(sorted(record.wires))}")
     return Row(
         label=contender.candidate.label,
         flags=list(contender.candidate.flags),
@@ -247,9 +234,31 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
         num_steps=min((len(record.steps) for record in records), default=0),
         deviations=difference,
         repeats=repeats,
-        notes=list(dict.fromkeys(notes)),  # rounds repeat their notes
+        notes=_notes(contender),
         located=contender.located,
     )
+
+
+def _range_s(records: Sequence[RunRecord]) -> tuple[float | None, float | None]:
+    """Return the times between which most steps lie; None if no step was timed."""
+    durations_s: list[float] = []
+    for record in records:
+        durations_s += record.durations_s
+    if not durations_s:
+        return None, None
+    durations_s.sort()
+    low_share, high_share = _PERCENTILES
+    return _percentile(durations_s, low_share), _percentile(durations_s, high_share)
+
+
+def _notes(contender: Contender) -> list[str]:
+    """Return the notes on a contender's runs, each once."""
+    notes = list(contender.notes)
+    for record in contender.records:
+        notes += record.notes
+        if contender.chooses_wires and record.wires:
+            notes.append(f"messages over {' and '.join(sorted(record.wires))}")
+    return list(dict.fromkeys(notes))  # rounds repeat their notes
 
 
 def _judged(

@@ -185,17 +185,53 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _step(lines: Sequence[dict[str, Any]]) -> Step:
-    """Combine the records from all ranks for one step."""
-    iteration = lines[0]["iteration"]
-    durations = [line["duration_s"] for line in lines if line["duration_s"] is not None]
+    """Combine the records from all ranks for one step.
+
+    Raises:
+        DataError: Two ranks disagree about the step.
+    """
+    _check_agreement(lines)
+    durations_s = _known(lines, "duration_s")
+    norms = _known(lines, "gradient_norm")
     values_of_loss: dict[str, list[float]] = defaultdict(list)
     for line in lines:
         for name, value in line["losses"].items():
             values_of_loss[name].append(value)
-    norms = [
-        line["gradient_norm"] for line in lines if line["gradient_norm"] is not None
-    ]
+    wires_of_ranks = [line["wires"] for line in lines]
+    wires = None
+    if None not in wires_of_ranks:
+        wires = frozenset(itertools.chain.from_iterable(wires_of_ranks))
+    return Step(
+        iteration=lines[0]["iteration"],
+        losses={name: _mean(values) for name, values in values_of_loss.items()},
+        gradient_norm=norms[0] if norms else None,
+        skipped=any(_known(lines, "skipped")),
+        duration_s=statistics.fmean(durations_s) if durations_s else None,
+        learning_rate=max(_known(lines, "learning_rate"), default=None),
+        schedules=frozenset(line["schedule"] for line in lines),
+        wires=wires,
+        num_slices=max(_known(lines, "num_slices"), default=None),
+    )
+
+
+def _known(lines: Sequence[dict[str, Any]], name: str) -> list[Any]:
+    """Return a field's values from the ranks that know it.
+
+    For example, the forward ranks of a disaggregated job have no optimizer, and only ranks that
+    hold parameters know the learning rate.
+    """
+    return [line[name] for line in lines if line[name] is not None]
+
+
+def _check_agreement(lines: Sequence[dict[str, Any]]) -> None:
+    """Check that all ranks have recorded the same step.
+
+    Raises:
+        DataError: Two ranks disagree about the step.
+    """
+    iteration = lines[0]["iteration"]
     # All ranks record the norm for the whole model.
+    norms = _known(lines, "gradient_norm")
     for norm in norms:
         if not is_same(norm, norms[0]):
             raise DataError(
@@ -208,35 +244,11 @@ def _step(lines: Sequence[dict[str, Any]]) -> Step:
                 f"ranks disagree about the number of an iteration: {iteration} and "
                 f"{line['iteration']}; they trained on different batches"
             )
-    # The forward ranks of a disaggregated job have no optimizer.
-    skipped = {line["skipped"] for line in lines} - {None}
-    if len(skipped) > 1:
+    if len(set(_known(lines, "skipped"))) > 1:
         raise DataError(
             f"only some of the ranks skipped iteration {iteration}; their weights are no longer "
             "the same"
         )
-    # Only ranks that hold parameters know the rate.
-    rates = [
-        line["learning_rate"] for line in lines if line["learning_rate"] is not None
-    ]
-    wires_of_ranks = [line["wires"] for line in lines]
-    wires = None
-    if None not in wires_of_ranks:
-        wires = frozenset(itertools.chain.from_iterable(wires_of_ranks))
-    nums_slices = [
-        line["num_slices"] for line in lines if line["num_slices"] is not None
-    ]
-    return Step(
-        iteration=iteration,
-        losses={name: _mean(values) for name, values in values_of_loss.items()},
-        gradient_norm=norms[0] if norms else None,
-        skipped=True in skipped,
-        duration_s=statistics.fmean(durations) if durations else None,
-        learning_rate=max(rates, default=None),
-        schedules=frozenset(line["schedule"] for line in lines),
-        wires=wires,
-        num_slices=max(nums_slices, default=None),
-    )
 
 
 def other_steps(record: RunRecord, reference: RunRecord) -> str:
