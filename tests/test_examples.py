@@ -198,6 +198,17 @@ def test_bad_input_is_explained(
     assert "Traceback" not in done.stderr
 
 
+def test_a_prefix_may_have_only_a_versioned_python(tmp_path: Path) -> None:
+    """Such as /usr in a container."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python3"
+    python.write_text("#!/bin/sh\necho torch\n")  # says which modules are missing
+    python.chmod(0o755)
+    done = bash(LLAMA3, "--tiny", VIRTUAL_ENV=str(tmp_path))
+    assert done.returncode == 2
+    assert f"the environment {tmp_path} lacks torch" in done.stderr
+
+
 def test_bert_is_refused_before_a_release_without_it_is_installed(
     tmp_path: Path,
 ) -> None:

@@ -70,17 +70,17 @@ class Contender:
 
     @property
     def substitute(self) -> str:
-        """What ran instead of its pipeline in some steps; empty: its pipeline ran in all steps."""
+        """What ran in some steps instead of its pipeline, or an empty text if that always ran."""
         substitutes = (self.substitute_in(record) for record in self.records)
         return next(filter(None, substitutes), "")
 
     def substitute_in(self, record: RunRecord) -> str:
-        """Return what ran in one of its runs instead of its pipeline; empty: its pipeline ran."""
+        """Return what ran in one run instead of its pipeline; empty if its pipeline always ran."""
         return record.substitute(self.schedule, is_carried=self.is_carried)
 
     @property
     def gap(self) -> str:
-        """What some of its ranks did not record; empty: all ranks recorded all steps."""
+        """The records that are missing, or an empty text if all ranks recorded all steps."""
         return next((record.gap for record in self.records if record.gap), "")
 
     @property

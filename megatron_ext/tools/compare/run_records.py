@@ -101,28 +101,28 @@ class RunRecord:
         return wires
 
     def substitute(self, schedule: str, *, is_carried: bool) -> str:
-        """Return what ran instead of the requested pipeline; empty: it ran in all steps.
+        """Return what ran instead of the requested pipeline, or an empty text if that always ran.
 
         Args:
             schedule: The name of the requested schedule.
             is_carried: Whether our transport must carry the messages.
         """
-        others: set[str] = set()
+        substitutes: set[str] = set()
         iterations = []
         for step in self.steps:
             if step.schedules != {schedule}:
-                others |= step.schedules - {schedule}
+                substitutes |= step.schedules - {schedule}
                 iterations.append(step.iteration)
         requested = schedule
         if not iterations and is_carried:
             iterations = [step.iteration for step in self.steps if step.wires is None]
-            others = {_MEGATRONS_WIRE}
+            substitutes = {_MEGATRONS_WIRE}
             requested = "--pipeline-transport"
         if not iterations:
             return ""
         return (
-            f"{' and '.join(sorted(others))} ran instead of {requested} in {len(iterations)} of "
-            f"{len(self.steps)} steps, first in iteration {iterations[0]}"
+            f"{' and '.join(sorted(substitutes))} ran instead of {requested} in "
+            f"{len(iterations)} of {len(self.steps)} steps, first in iteration {iterations[0]}"
         )
 
 

@@ -31,6 +31,7 @@ from megatron_ext.tools.launch.run_folder import RunFolder
 _REPORT_S = 1.0
 """How long the other ranks may take to report the step in which a rank died without a report."""
 _LOOK_S = 0.05
+"""Time between two looks for a report."""
 
 
 def main() -> int:
@@ -89,9 +90,8 @@ def _await_report() -> None:
     A rank that was killed cannot report its step. The others can, once they miss its messages,
     but torchrun stops them within 0.1 s.
     """
-    running: list[Process] = []
     reports: list[Path] = []
-    num_ranks = 0
+    num_ranks = num_running = 0
     for process in Process().children():
         # The process may have exited already, or may not be a rank.
         with suppress(Error, KeyError, ValueError):
@@ -104,15 +104,13 @@ def _await_report() -> None:
                     folder.parent / str(rank) / "error.json"
                     for rank in range(num_ranks)
                 ]
-                running.append(process)
-    # If all ranks are running, a signal stops the job.
-    if len(running) == num_ranks:
+                num_running += 1
+    # If all ranks are running, a signal stops the job. If none is, nobody can report anything.
+    if num_running in (0, num_ranks):
         return
     deadline = time.monotonic() + _REPORT_S
     while time.monotonic() < deadline:
         if any(report.exists() for report in reports):
-            return
-        if not any(process.is_running() for process in running):
             return
         time.sleep(_LOOK_S)
 

@@ -292,8 +292,8 @@ class JobPlan:
         restart_flags = {
             "--inprocess-active-world-size": str(self.world_size),
             "--inprocess-granularity": "rank",
-            # Seconds between checks. A restart waits for both, so they are short: with Megatron's
-            # default of 1 s, a recovery took 2.8 s instead of 1.2 s.
+            # Seconds between checks. A restart waits for both, so they are short: with the
+            # watchdog's default of 1 s, a recovery took 2.2 s instead of 1.2 s.
             "--inprocess-monitor-process-interval": "0.2",
             "--inprocess-progress-watchdog-interval": "0.2",
             "--inprocess-last-call-wait": "0.1",
