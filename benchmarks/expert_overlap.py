@@ -1,7 +1,8 @@
 """How much of the experts' all-to-all pairs hide, and what a step then takes.
 
     python benchmarks/expert_overlap.py [--forward-ms T] [--connections N] [--only TEXT ...]
-        [--imbalance X ... [--waiting N] [--waves N] [--exchange-share S]] [--quick]
+        [--imbalance X ... [--microbatches M] [--waiting N] [--waves N] [--exchange-share S]]
+        [--quick]
 
 This uses the emulated device that runs behind its host, as schedules.py --device does. It needs a
 C++ compiler and megatron-core 0.19 or later, because earlier releases can plan only their own
@@ -25,7 +26,8 @@ gradients consist of several kernels (`--waves`), because a GPU chooses between 
 thread blocks have ended. Exchanges use a share of the device. The imbalance is the largest load of
 a layer's expert ranks over their mean. All orders run random loads with each of the imbalances,
 half of whose deviation stays the same for the whole step, and the eight workloads of
-Megatron-LM#7488, W0 (balanced) to W7. Columns:
+Megatron-LM#7488, W0 (balanced) to W7. By default, a step has 64 micro-batches, because the floor
+leaves out how a pipeline fills and drains, during which no pairs run. Columns:
 
     T/work       T over the mean work of a rank
     T/busiest    T over the work of the busiest rank, the floor of all orders
@@ -187,7 +189,7 @@ def _check_release() -> None:
 def _uneven(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Measure experts with unequal loads, and print."""
     compared = chosen(parser, uneven.systems(args.waiting), args.only)
-    pp, num_microbatches, forward_ms = 2, 8, args.forward_ms or 80.0
+    pp, num_microbatches, forward_ms = 2, args.microbatches, args.forward_ms or 160.0
     num_ranks = uneven.NUM_EXPERT_RANKS
     size = Size(LAYERS * pp, num_microbatches, num_ranks)
     by_name = uneven.cases(size, args.imbalance)
@@ -202,6 +204,10 @@ def _uneven(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(
             f"--imbalance {highest:g}: the largest of {num_ranks} loads is at least 1 and below "
             f"{num_ranks} times their mean; give 1.66, say"
+        )
+    if num_microbatches < 1:
+        parser.error(
+            f"--microbatches {num_microbatches} must be 1 or more; give 64, say"
         )
     ranks.clean_up_when_terminated()
     before = machine()
@@ -231,17 +237,19 @@ def main() -> int:
     add(
         "--forward-ms",
         type=float,
-        help="computation of 1/pp of the model (default: 40, with --imbalance 80)",
+        help="computation of 1/pp of the model (default: 40, with --imbalance 160)",
     )
     add("--imbalance", type=float, nargs="+", metavar="X",
         help="experts with unequal loads: the largest over the mean")  # fmt: skip
     add(
         "--waiting",
         type=int,
-        default=4,
+        default=8,
         metavar="N",
         help="with --imbalance: W that may wait",
     )
+    add("--microbatches", type=int, default=64, metavar="M",
+        help="with --imbalance: micro-batches of a step")  # fmt: skip
     add("--waves", type=int, default=8, metavar="N",
         help="with --imbalance: kernels of the weight gradient of half a layer")  # fmt: skip
     add("--exchange-share", type=float, default=0.0, metavar="S",

@@ -184,9 +184,9 @@ def test_command_of_unequal_experts() -> None:
     ]
     assert [row[:3] for row in rows] == [
         ["W0 balanced", "1.00", "zb-h1, pairs"],
-        ["W0 balanced", "1.00", "zb-h1, pairs, 4 waiting"],
+        ["W0 balanced", "1.00", "zb-h1, pairs, 8 waiting"],
         ["drawn, 1.66", "1.66", "zb-h1, pairs"],
-        ["drawn, 1.66", "1.66", "zb-h1, pairs, 4 waiting"],
+        ["drawn, 1.66", "1.66", "zb-h1, pairs, 8 waiting"],
     ]
     for row in rows:
         assert float(row[4]) >= 1, "no order beats the busiest rank"
