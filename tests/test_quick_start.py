@@ -51,7 +51,7 @@ def assert_shown(shown: list[str], printed: str) -> None:
 @pytest.mark.usefixtures("a_training_loop")
 @pytest.mark.slow
 def test_what_did_it_do(tmp_path: Path) -> None:
-    shown, (train, *explain) = shown_and_commands("### What did it do?")
+    shown, (train, *explain) = shown_and_commands("### Inspect the result")
     assert [command.split()[:2] for command in explain] == [
         ["megatron-ext", "aggregate"], ["megatron-ext", "report"], ["megatron-ext", "plan"]
     ]  # fmt: skip
