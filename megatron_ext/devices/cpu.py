@@ -7,9 +7,11 @@ process group a gloo group. This backend is meant for laptops, CI and tests, not
 
 from __future__ import annotations
 
+import ctypes
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -123,11 +125,13 @@ class CpuDevice(Device):
         """Remember the connections of new gloo groups."""
         if self._connections is None:
             self._connections = GlooConnections()
+        self._connections.are_shut_down = False
 
     def abort_collectives(self) -> None:
         """Shut down gloo's connections, because its `abort` does not unblock waiting ranks."""
         if self._connections is not None:
             self._connections.shut_down()
+            _keep_stuck_groups()
 
     def timing_event(self) -> Any:
         """Return an event that records the host's clock."""
@@ -290,6 +294,11 @@ def _gloo(followed: Callable[[], GlooConnections | None]) -> Iterator[Redirect]:
         "two worker threads of a group free the same memory if they end coalesced collectives at "
         "the same moment",
     )
+    yield Redirect(
+        "torch.distributed.distributed_c10d:Work.wait",
+        partial(_ends_with_abort, followed=followed),
+        "gloo leaves some collectives waiting when their connections are shut down",
+    )
 
 
 class GlooConnections:
@@ -302,6 +311,8 @@ class GlooConnections:
 
     def __init__(self) -> None:
         self._sockets: set[OpenSocket] = set()
+        self.are_shut_down = False
+        """Whether the connections were shut down, and no new attempt has begun."""
 
     @contextmanager
     def listeners_opened(self) -> Iterator[list[int]]:
@@ -337,11 +348,71 @@ class GlooConnections:
                 ends.own_port in ports or ends.peer_port in ports_of_peers
             ):
                 self._sockets.add(opened)
+        # Another thread may have called `shut_down` while the body connected the ranks.
+        if self.are_shut_down:
+            self.shut_down()
 
     def shut_down(self) -> int:
         """Shut down and forget all connections; return how many were still open."""
+        self.are_shut_down = True
         sockets, self._sockets = self._sockets, set()
         return sum(opened.shut_down() for opened in sockets)
+
+
+_TURN = timedelta(seconds=0.2)
+"""How long a collective may take to end after its connections were shut down."""
+
+
+# Gloo tells a collective that its connection has failed, if the collective waits for its peer to be
+# ready. But once the peer is ready, gloo's own thread writes the data, and if this write fails, the
+# thread tells nobody (`Pair::signalException` looks at `buf`, not at `ubuf`). The collective then
+# waits for its time-out of minutes. This happened after one of 40 to 100 losses of a rank.
+def _ends_with_abort(
+    original: Callable[..., Any], *, followed: Callable[[], GlooConnections | None]
+) -> Callable[..., Any]:
+    """Let a wait for a collective end soon after its connections were shut down."""
+
+    def wait(work: Any, *timeout: Any, **named: Any) -> Any:
+        connections = followed()
+        if connections is None or timeout or named:
+            return original(work, *timeout, **named)
+        while not work.is_completed():
+            # At the end of the turn, this raises the same kind of error as a failed collective.
+            with suppress(RuntimeError):
+                original(work, _TURN)
+            if connections.are_shut_down and not work.is_completed():
+                raise RuntimeError(
+                    "the collective was aborted, because a rank was lost"
+                )
+        return original(work)
+
+    return wait
+
+
+def _keep_stuck_groups() -> None:
+    """Keep the groups in which a collective still waits, so that they are never destroyed.
+
+    Destroying a group waits for its worker thread.
+    """
+    import torch
+    from torch.distributed import BarrierOptions, distributed_c10d
+
+    options: Any = BarrierOptions()
+    options.device = torch.device("cpu")
+    # A group runs one collective after the other. Behind a stuck one, a barrier never starts;
+    # otherwise it fails immediately, since there are no connections.
+    barriers = [
+        (group, group.barrier(options))
+        for group in list(distributed_c10d._world.pg_map)
+    ]
+    deadline_s = time.monotonic() + _TURN.total_seconds()
+    for group, barrier in barriers:
+        remaining_s = max(0.001, deadline_s - time.monotonic())
+        with suppress(RuntimeError):
+            barrier.wait(timedelta(seconds=remaining_s))
+        if not barrier.is_completed():
+            # A global list would be cleared, and the group destroyed, when the process exits.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:

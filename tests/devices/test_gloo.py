@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import threading
 import time
@@ -81,6 +82,46 @@ def a_blocked_collective_is_aborted_and_nothing_else() -> None:
     store.set("aborted", "1")  # the store's connection is whole too
 
 
+def _meet_again_and_again() -> None:
+    while True:
+        dist.barrier()
+
+
+def every_abort_ends_the_collective() -> float:
+    """Abort 60 groups at random moments of their barriers; return the longest wait in seconds."""
+    device = devices.current()
+    dist.init_process_group("nccl")
+    base = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    rank = int(os.environ["RANK"])
+    draw = random.Random(rank)
+    longest_s = 0.0
+    for number in range(60):
+        device.follow_collectives()
+        dist.init_process_group(
+            "nccl",
+            store=dist.PrefixStore(f"group {number}", base),
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=60),
+        )
+        dist.barrier()
+        aborted_s: list[float] = []
+
+        def abort(aborted_s: list[float] = aborted_s) -> None:
+            aborted_s.append(time.monotonic())
+            device.abort_collectives()
+            dist.destroy_process_group()  # as NVRx does
+
+        timer = threading.Timer(draw.random() * 0.004, abort)
+        timer.start()
+        with pytest.raises((RuntimeError, ValueError)):
+            _meet_again_and_again()
+        timer.join()
+        longest_s = max(longest_s, time.monotonic() - aborted_s[0])
+    return longest_s
+
+
 def test_torch_since_2_15_hands_over_what_older_ones_do_not_know() -> None:
     made: list[tuple[Any, ...]] = []
     initialize = cpu._one_worker(lambda *args: made.append(args))
@@ -124,6 +165,10 @@ def gathers_that_end_together() -> int:
         done[0] = time.monotonic() > end
         dist.all_reduce(done, op=dist.ReduceOp.MAX)
     return rounds
+
+
+def test_every_abort_ends_the_collective() -> None:
+    assert max(run_ranks(2, every_abort_ends_the_collective, timeout_s=120)) < 10
 
 
 def test_each_group_has_one_worker() -> None:
