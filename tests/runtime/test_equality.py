@@ -119,7 +119,8 @@ PAIRED = {
         "1f1b",
         EXPERTS + _ALLGATHER + TP2 + "--expert-tensor-parallel-size 1 ",
     ),
-    "experts on four ranks": ("zb-v", EXPERTS + "--expert-model-parallel-size 4 "),
+    # Four replicas sum in an order of the placement, so it has to be Megatron's.
+    "experts on four ranks": ("zb-h1", EXPERTS + "--expert-model-parallel-size 4 "),
     "tensor parallel": ("zb-v", EXPERTS + TP2 + "--expert-tensor-parallel-size 1 "),
     "single precision": ("zb-v", LLAMA + MOE),
     "sharded": ("zb-v", EXPERTS + SHARDED),

@@ -321,6 +321,18 @@ class _Run:
         """The header from the first rank."""
         return self.files[0].header
 
+    @cached_property
+    def buffers(self) -> set[frozenset[str]]:
+        """The names of the weights in each stage on each rank, which share a buffer."""
+        names_by_stage: dict[tuple[int, int], set[str]] = defaultdict(set)
+        for file in self.files:
+            for records in file.steps.values():
+                for record in records:
+                    if record.kind == "weights":
+                        stage = file.header.rank, record.stage
+                        names_by_stage[stage].add(record.module)
+        return {frozenset(names) for names in names_by_stage.values()}
+
     def names_in(self, steps: Collection[int]) -> set[tuple[Kind, str]]:
         """Return the kinds of tensors in some steps, each with its module or parameter."""
         names: set[tuple[Kind, str]] = set()
@@ -717,6 +729,18 @@ class _Comparing:
         shares = first.data_size, first.context_size
         return shares != (second.data_size, second.context_size)
 
+    @cached_property
+    def _order_depends_on_placement(self) -> bool:
+        """Whether replicas sum the gradients in the two runs in different orders.
+
+        Gloo and NCCL add up parts of a buffer in different orders, and the placement of stages
+        determines which weights share a buffer. With two replicas, the order does not matter.
+        """
+        header = self.reference.header
+        if self._replicas_differ or header.data_size * header.context_size < 3:
+            return False
+        return self.reference.buffers != self.candidate.buffers
+
     @property
     def _gradient_scale(self) -> float:
         """The factor that makes a candidate's micro-batch gradients match the reference's.
@@ -787,19 +811,26 @@ class _Comparing:
         """Return whether the two runs sum in different orders for this kind of tensor."""
         if self._reason_for_all:
             return True
+        first_step = self.reference.first_step
+        if self._order_depends_on_placement:
+            is_summed = kind in ("reduced gradient", "weights")
+            return step > first_step or (step == first_step and is_summed)
         if not self._replicas_differ:
             return False
         # Forward passes in the first step precede any sum over replicas, so their bits must be
         # equal. Backward passes also precede these sums, but their gradients are scaled
         # differently.
-        first_step = self.reference.first_step
         is_before_sums = step < first_step or (step == first_step and kind == "forward")
         return not is_before_sums
 
     @property
     def _tolerates(self) -> bool:
         """Whether any tensors may differ."""
-        return bool(self._reason_for_all) or self._replicas_differ
+        return bool(
+            self._reason_for_all
+            or self._replicas_differ
+            or self._order_depends_on_placement
+        )
 
     @property
     def _tolerance_text(self) -> str:
@@ -807,6 +838,11 @@ class _Comparing:
         if not reason and self._replicas_differ:
             sizes = self.reference.header.data_size, self.candidate.header.data_size
             reason = f"the runs have {sizes[0]} and {sizes[1]} replicas"
+        elif not reason and self._order_depends_on_placement:
+            reason = (
+                "the order in which three or more replicas sum a gradient depends on its place "
+                "among the weights of its rank"
+            )
         if not self._tolerates:
             return "none, all bits must be equal"
         return f"{self.tolerances.description}, because {reason}"

@@ -11,6 +11,8 @@ from megatron_ext.schedules.table.placement import loop
 from megatron_ext.tools.compare.locate import LEARNED_MARGIN
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from megatron_ext.config.refusals import Preflight
     from megatron_ext.tools.compare.run_records import Deviations
 
@@ -75,6 +77,8 @@ REASONS = {
     "twins": "mirrored pipelines split the micro-batches, which are summed in another order",
     "clip": "the norm that clips gradients is summed over other ranks; losses are exact with "
     "--clip-grad 0",
+    "replicas": "the order in which three or more replicas sum a gradient depends on its place "
+    "among the weights of its rank",
     "norm": "the reported gradient norm is summed over other ranks",
 }
 """What differs between two runs, in the order in which it is checked -> why their numbers may
@@ -138,7 +142,9 @@ def _difference(
     assert config is not None
     assert reference_config is not None
     stages = _placement(candidate)
-    has_same_stages = stages == _placement(reference)
+    has_same_stages = stages == _placement(reference) and (
+        _layers(candidate) == _layers(reference)
+    )
     # The reasons with the widest effect come first: other masks change every number, and the last
     # reason changes only the norm.
     rates = (
@@ -171,9 +177,32 @@ def _difference(
         return "twins"
     # Megatron sums the squares of gradients over ranks, even if the norm is not used for clipping.
     if not has_same_stages:
-        clips = getattr(settings, "clip_grad", None) != 0
-        return "clip" if clips else "norm"
+        if getattr(settings, "clip_grad", None) != 0:
+            return "clip"
+        # The order of a sum of two does not matter.
+        return "replicas" if _num_replicas(settings) > 2 else "norm"
     return None
+
+
+def _num_replicas(settings: Namespace) -> int:
+    """Return over how many ranks a gradient is summed: data- and context-parallel ones."""
+    tensor = getattr(settings, "tensor_model_parallel_size", None) or 1
+    pipeline = settings.pipeline_model_parallel_size or 1
+    return (getattr(settings, "world_size", None) or 0) // (tensor * pipeline)
+
+
+def _layers(answer: Preflight) -> tuple[str, ...] | None:
+    """Return the layers of each stage as text; None if all stages have equally many."""
+    layout = answer.arguments.get("pipeline_model_parallel_layout") or getattr(
+        answer.checked_args, "pipeline_model_parallel_layout", None
+    )
+    if not layout:
+        return None
+    stages = str(layout).split("|")
+    # The embedding and the loss, where they are without a layout.
+    stages[0] = stages[0].removeprefix("E")
+    stages[-1] = stages[-1].removesuffix("L")
+    return None if len(set(stages)) == 1 else tuple(stages)
 
 
 def _placement(answer: Preflight) -> tuple[tuple[int, ...], ...]:

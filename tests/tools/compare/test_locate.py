@@ -198,6 +198,32 @@ def test_other_numbers_of_replicas_may_differ_where_they_add_up(
 
 
 @pytest.mark.parametrize(
+    ("num_replicas", "is_moved", "kind", "is_allowed"),
+    [
+        (3, True, "reduced gradient", True),
+        (3, True, "weights", True),
+        (3, True, "backward", False),  # before the sum
+        (3, False, "reduced gradient", False),
+        (2, True, "reduced gradient", False),
+    ],
+)
+def test_three_replicas_add_up_in_an_order_of_their_placement(
+    tmp_path: Path, num_replicas: int, kind: Kind, *, is_moved: bool, is_allowed: bool
+) -> None:
+    header = Header(0, data_size=num_replicas)
+    first = write(tmp_path / "reference", step_records(), header=header)
+    candidate = slightly(step_records(), kind, 1e-6)
+    if is_moved:  # one stage has two layers
+        candidate = [item._replace(stage=item.stage // 2) for item in candidate]
+    second = write(tmp_path / "candidate", candidate, header=header)
+    result = compare(first, second)
+    assert (result.difference is None) == is_allowed
+    assert ("three or more replicas" in result.tolerance) == (
+        is_moved and num_replicas == 3
+    )
+
+
+@pytest.mark.parametrize(
     ("sizes", "factor", "is_allowed"),
     [
         ({"data_size": 2}, 2.0, True),

@@ -27,11 +27,16 @@ BITS = Promise(0.0, 0.0)
 
 
 def promised(
-    recipe: str, reference: str, candidate: str, *, same_flags: bool = True
+    recipe: str,
+    reference: str,
+    candidate: str,
+    *,
+    same_flags: bool = True,
+    num_ranks: int | None = None,
 ) -> Promise:
     answers = []
     for flags in (reference, candidate):
-        answer = preflight((recipe + flags).split(), device="cpu")
+        answer = preflight((recipe + flags).split(), device="cpu", world_size=num_ranks)
         assert answer.accepted, answer.refusals
         answers.append(answer)
     return promise(*answers, same_flags=same_flags)
@@ -74,6 +79,42 @@ def test_without_clipping_only_the_norm_of_another_placement_may_be_rounded() ->
     assert answer == Promise(0.0, NORM_ROUNDING, REASONS["norm"])
     assert not answer.has_tolerance
     assert "bit-equal losses" in answer.allowance
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [("--pipeline-schedule v-half", "replicas"), ("--pipeline-schedule zb-h1", None)],
+)
+def test_three_replicas_add_up_in_an_order_of_their_placement(
+    flags: str, kind: str | None
+) -> None:
+    recipe = RECIPE + NO_DROPOUT + "--clip-grad 0 --global-batch-size 24 "
+    ranks = int(recipe.split("--pipeline-model-parallel-size ")[1].split()[0])
+    answer = promised(recipe, "", flags, num_ranks=3 * ranks)
+    if kind is None:
+        assert answer == BITS
+    else:
+        assert answer == Promise(SINGLE.loss, SINGLE.norm, REASONS[kind])
+    assert promised(recipe, "", flags, num_ranks=2 * ranks).loss == 0.0
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_exact"), [("Ett|tt|tt|ttL", True), ("Et|ttt|tt|ttL", False)]
+)
+def test_another_cut_sums_the_norm_over_other_ranks(
+    layout: str, *, is_exact: bool
+) -> None:
+    recipe = f"{RECIPE}{NO_DROPOUT}--num-layers 8 --pipeline-model-parallel-size 4 "
+    answers = []
+    for cut in (None, layout):
+        answer = preflight(
+            [*recipe.split(), "--pipeline-schedule", "zb-h1"], device="cpu"
+        )
+        assert answer.accepted, answer.refusals
+        if cut is not None:  # as `--pipeline-layout auto` does
+            answer.arguments["pipeline_model_parallel_layout"] = cut
+        answers.append(answer)
+    assert promise(*answers, same_flags=True).is_exact == is_exact
 
 
 def test_interleaved_promises_bits_against_megatrons_own() -> None:
