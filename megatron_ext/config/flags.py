@@ -126,8 +126,8 @@ _HELP = f"""
     to N weight gradients on each rank, each for one stage and micro-batch, and run them while the
     rank waits for tokens. This helps if experts get unequal numbers of tokens. Each postponed
     weight gradient keeps its operands in memory. auto: as many as fit into the memory that the
-    planner's forecast leaves free, at most 8 (default: 0, weight gradients run where the table
-    places them).
+    planner's forecast leaves free, at most 8 (default without a value: auto; without the flag: 0,
+    weight gradients run where the table places them).
 --pipeline-balance balance
     For data of variable or packed lengths. order: the lengths of the micro-batches determine the
     order in which they enter the pipeline. pack: in addition, distribute the micro-batches over all
@@ -234,6 +234,8 @@ def _row(key: str, text: str) -> _Row:
         options["metavar"] = metavar
         if kind is int and words:
             options["type"] = partial(_number_or, words)
+            # Without a number, the flag finds one itself.
+            options |= {"nargs": "?", "const": "auto"}
         elif kind in (int, float, Path):
             options["type"] = kind
         elif get_origin(kind) is tuple:

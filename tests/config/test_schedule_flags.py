@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ext import preflight
 from megatron_ext.config import active
+from megatron_ext.config.flags import FLAGS, parse_words
 from megatron_ext.config.incompatible import RULES, refusals
 from megatron_ext.errors import UserError
 from megatron_ext.schedules import generate, registered
@@ -468,3 +469,13 @@ def test_mistakes_end_in_one_line() -> None:
     run = start_script(2, "pretrain_gpt.py", flags.split())
     [line] = set(errors(run))
     assert "t 5 times (--num-layers)" in line
+
+
+@pytest.mark.parametrize(("value", "expected"), [("", "auto"), (" 3", 3), (" 0", 0)])
+def test_without_a_number_memory_decides_how_many_weights_wait(
+    value: str, expected: int | str
+) -> None:
+    words = f"--pipeline-waiting-weights{value} --pipeline-schedule zb-h1"
+    parsed = parse_words(words.split(), FLAGS)
+    assert parsed.pipeline_waiting_weights == expected
+    assert parsed.pipeline_schedule == "zb-h1"
