@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices import host
@@ -371,11 +372,16 @@ def _ends_with_abort(
     original: Callable[..., Any], *, followed: Callable[[], GlooConnections | None]
 ) -> Callable[..., Any]:
     """Let a wait for a collective end soon after its connections were shut down."""
+    kinds = import_module("torch._C._distributed_c10d").OpType
+    # These wait in the calling thread, and a time-out of theirs closes the connection.
+    messages = {int(kinds.SEND), int(kinds.RECV), int(kinds.RECVANYSOURCE)}
 
     def wait(work: Any, *timeout: Any, **named: Any) -> Any:
         connections = followed()
         if connections is None or timeout or named:
             return original(work, *timeout, **named)
+        if work._get_op_type() in messages:
+            return original(work)
         while not work.is_completed():
             # At the end of the turn, this raises the same kind of error as a failed collective.
             with suppress(RuntimeError):

@@ -82,6 +82,29 @@ def a_blocked_collective_is_aborted_and_nothing_else() -> None:
     store.set("aborted", "1")  # the store's connection is whole too
 
 
+def messages_and_collectives_may_take_their_time() -> None:
+    """Waits look for aborts every 0.2 s, and a message whose wait ends early would be lost."""
+    devices.current().follow_collectives()
+    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    for number in range(3):
+        value = torch.full((2,), float(number))
+        if rank == 0:
+            time.sleep(0.5)
+            dist.send(value, 1)
+            dist.isend(value + 1, 1).wait()
+        else:
+            received = torch.empty(2)
+            dist.recv(received, 0)
+            assert torch.equal(received, value)
+            dist.recv(received)  # from any rank
+            assert torch.equal(received, value + 1)
+            time.sleep(0.5)
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        assert total.tolist() == [2.0, 2.0]
+
+
 def _meet_again_and_again() -> None:
     while True:
         dist.barrier()
@@ -165,6 +188,10 @@ def gathers_that_end_together() -> int:
         done[0] = time.monotonic() > end
         dist.all_reduce(done, op=dist.ReduceOp.MAX)
     return rounds
+
+
+def test_messages_and_collectives_may_take_their_time() -> None:
+    run_ranks(2, messages_and_collectives_may_take_their_time)
 
 
 def test_every_abort_ends_the_collective() -> None:
