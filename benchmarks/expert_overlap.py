@@ -190,6 +190,10 @@ def _uneven(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Measure experts with unequal loads, and print."""
     compared = chosen(parser, uneven.systems(args.waiting), args.only)
     pp, num_microbatches, forward_ms = 2, args.microbatches, args.forward_ms or 160.0
+    if num_microbatches < 1:
+        parser.error(
+            f"--microbatches {num_microbatches} must be 1 or more; give 64, say"
+        )
     num_ranks = uneven.NUM_EXPERT_RANKS
     size = Size(LAYERS * pp, num_microbatches, num_ranks)
     by_name = uneven.cases(size, args.imbalance)
@@ -204,10 +208,6 @@ def _uneven(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(
             f"--imbalance {highest:g}: the largest of {num_ranks} loads is at least 1 and below "
             f"{num_ranks} times their mean; give 1.66, say"
-        )
-    if num_microbatches < 1:
-        parser.error(
-            f"--microbatches {num_microbatches} must be 1 or more; give 64, say"
         )
     ranks.clean_up_when_terminated()
     before = machine()
