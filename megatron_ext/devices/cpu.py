@@ -8,6 +8,7 @@ process group a gloo group. This backend is meant for laptops, CI and tests, not
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroupGloo
 
     from megatron_ext.devices.sharing import Sharing
+
+
+_LOG = logging.getLogger(__name__)
 
 
 class CpuDevice(Device):
@@ -417,6 +421,10 @@ def _keep_stuck_groups() -> None:
         with suppress(RuntimeError):
             barrier.wait(timedelta(seconds=remaining_s))
         if not barrier.is_completed():
+            _LOG.warning(
+                "a gloo collective still waits although its connections were shut down; its group "
+                "is kept until the process exits"
+            )
             # A global list would be cleared, and the group destroyed, when the process exits.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
