@@ -44,6 +44,11 @@ precision. It grows by the factor `_GROWTH` with each later step."""
 _GROWTH = 2.0
 _UNKNOWN_BITS = ""
 """A value that never occurs as the bits of a record."""
+ORDER_OF_REPLICAS = (
+    "the order in which three or more replicas sum a gradient depends on its place among the "
+    "weights of its rank"
+)
+"""Why gradients may differ between runs that place the stages on other ranks."""
 LEARNED_MARGIN = 4.0
 """Allowed difference for a tensor, as a multiple of the largest difference among its module's
 tensors in the run that was rounded differently."""
@@ -408,10 +413,6 @@ def relative_difference(first: _Sized, second: _Sized) -> float:
     return distance / first.norm
 
 
-def _norm_of_parts(tensor: _Tensor) -> float:
-    return math.sqrt(sum(record.norm**2 for record in tensor.parts.values()))
-
-
 @dataclass(frozen=True)
 class _Mismatch:
     """A tensor that differs, and may be the first one that does."""
@@ -733,8 +734,9 @@ class _Comparing:
     def _order_depends_on_placement(self) -> bool:
         """Whether replicas sum the gradients in the two runs in different orders.
 
-        Gloo and NCCL add up parts of a buffer in different orders, and the placement of stages
-        determines which weights share a buffer. With two replicas, the order does not matter.
+        Gloo adds up parts of a buffer in different orders, as do NCCL's rings (not tested), and the
+        placement of stages determines which weights share a buffer. With two replicas, the order
+        does not matter.
         """
         header = self.reference.header
         if self._replicas_differ or header.data_size * header.context_size < 3:
@@ -839,10 +841,7 @@ class _Comparing:
             sizes = self.reference.header.data_size, self.candidate.header.data_size
             reason = f"the runs have {sizes[0]} and {sizes[1]} replicas"
         elif not reason and self._order_depends_on_placement:
-            reason = (
-                "the order in which three or more replicas sum a gradient depends on its place "
-                "among the weights of its rank"
-            )
+            reason = ORDER_OF_REPLICAS
         if not self._tolerates:
             return "none, all bits must be equal"
         return f"{self.tolerances.description}, because {reason}"
@@ -906,7 +905,10 @@ def _difference_of_norms(first: _Tensor, second: _Tensor) -> float | None:
     for tensor in (first, second):
         sizes_of_parts.append([record.num_elements for record in tensor.parts.values()])
     counts = [sum(sizes) for sizes in sizes_of_parts]
-    norms = [_norm_of_parts(tensor) for tensor in (first, second)]
+    norms = []
+    for tensor in (first, second):
+        squares = [record.norm**2 for record in tensor.parts.values()]
+        norms.append(math.sqrt(sum(squares)))
     if counts[0] != counts[1]:
         # The parts may be copies of the tensor, such as one per replica. Together, n copies have
         # sqrt(n) times the norm of one copy.

@@ -70,7 +70,7 @@ class Contender:
 
     @property
     def substitute(self) -> str:
-        """What ran in some steps instead of its pipeline, or an empty text if that always ran."""
+        """The schedule or wire that replaced the requested one in some steps; empty if none did."""
         substitutes = (self.substitute_in(record) for record in self.records)
         return next(filter(None, substitutes), "")
 
@@ -417,10 +417,11 @@ def _verdict(rows: Sequence[Row], best: Row | None) -> str:
     if best is not None and best.speed is not None:
         pace = f"{best.label} is {best.speed:.2f} x as fast as {reference.label}"
         if is_noise(best, reference):
+            noise = max(best.drift, reference.drift)
             pace = (
                 f"{best.label} may not be faster than {reference.label}: it gained "
                 f"{100 * (best.speed - 1):.1f} %, but rounds of the same run differed by "
-                f"{_noise_text(best, reference)}"
+                f"{100 * noise:.1f} %"
             )
         parts.append(f"{pace}, {_numbers_text(best)}")
     else:
@@ -462,10 +463,6 @@ def is_noise(row: Row, reference: Row) -> bool:
     """Return whether a row is as fast as the reference, within the variation between rounds."""
     assert row.speed is not None
     return abs(row.speed - 1) <= max(row.drift, reference.drift)
-
-
-def _noise_text(row: Row, reference: Row) -> str:
-    return f"{100 * max(row.drift, reference.drift):.1f} %"
 
 
 def _numbers_text(row: Row) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.config.cut import UserCut
 from megatron_ext.config.pipeline_config import AUTO
 from megatron_ext.schedules.table.placement import loop
-from megatron_ext.tools.compare.locate import LEARNED_MARGIN
+from megatron_ext.tools.compare.locate import LEARNED_MARGIN, ORDER_OF_REPLICAS
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -77,8 +77,7 @@ REASONS = {
     "twins": "mirrored pipelines split the micro-batches, which are summed in another order",
     "clip": "the norm that clips gradients is summed over other ranks; losses are exact with "
     "--clip-grad 0",
-    "replicas": "the order in which three or more replicas sum a gradient depends on its place "
-    "among the weights of its rank",
+    "replicas": ORDER_OF_REPLICAS,
     "norm": "the reported gradient norm is summed over other ranks",
 }
 """What differs between two runs, in the order in which it is checked -> why their numbers may
@@ -180,11 +179,11 @@ def _difference(
         if getattr(settings, "clip_grad", None) != 0:
             return "clip"
         # The order of a sum of two does not matter.
-        return "replicas" if _num_replicas(settings) > 2 else "norm"
+        return "replicas" if _num_summed_ranks(settings) > 2 else "norm"
     return None
 
 
-def _num_replicas(settings: Namespace) -> int:
+def _num_summed_ranks(settings: Namespace) -> int:
     """Return over how many ranks a gradient is summed: data- and context-parallel ones."""
     tensor = getattr(settings, "tensor_model_parallel_size", None) or 1
     pipeline = settings.pipeline_model_parallel_size or 1
