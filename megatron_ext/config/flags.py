@@ -120,7 +120,8 @@ _HELP = f"""
     For data of variable or packed lengths: cut each micro-batch of L > T tokens into slices of
     equal cost, whose number is L / T, rounded up. The table is generated for the lengths of each
     step. auto: the T that `megatron-ext plan` finds for such lengths if its flags include --lengths
-    FILE and --slice-tokens auto (default: whole micro-batches).
+    FILE and --slice-tokens auto (default without a value: auto; without the flag: whole
+    micro-batches).
 --pipeline-waiting-weights waiting_weights N
     With --overlap-moe-expert-parallel-comm and a schedule that splits backward passes: postpone up
     to N weight gradients on each rank, each for one stage and micro-batch, and run them while the
@@ -234,7 +235,7 @@ def _row(key: str, text: str) -> _Row:
         options["metavar"] = metavar
         if kind is int and words:
             options["type"] = partial(_number_or, words)
-            # Without a number, the flag finds one itself.
+            # A flag without its number asks for one that is derived.
             options |= {"nargs": "?", "const": "auto"}
         elif kind in (int, float, Path):
             options["type"] = kind

@@ -472,7 +472,7 @@ def test_mistakes_end_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(("value", "expected"), [("", "auto"), (" 3", 3), (" 0", 0)])
-def test_without_a_number_memory_decides_how_many_weights_wait(
+def test_waiting_weights_without_a_number_are_automatic(
     value: str, expected: int | str
 ) -> None:
     words = f"--pipeline-waiting-weights{value} --pipeline-schedule zb-h1"
