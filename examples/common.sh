@@ -373,16 +373,17 @@ print_command() {
 
 # Prints the short log of a training command, or its full output with RAW=true, and writes the full output to a file.
 # Forwards termination signals to the command, which ends its processes. The script then continues with the exit
-# code of the command, or with 130 after Ctrl-C.
+# code of the command, with 130 after Ctrl-C, or with 128 + the signal if SIGTERM or SIGHUP made the command fail.
 run_command() {
-    local output=$1 pid view_pid status interrupted=1 stopped=false
+    local output=$1 pid view_pid status interrupted=1 stopped=false signal_code=0
     shift
     exec 8> >(exec "${PYTHON:-python3}" "$REPO/megatron_ext/upstream/person_view.py" --log "$output" $(${RAW:-false} && echo --raw))
     view_pid=$!
     "$@" >&8 2>&1 8>&- &
     pid=$!
     exec 8>&-
-    trap 'interrupted=1; kill -TERM "$pid" 2>/dev/null || true' TERM HUP
+    trap 'interrupted=1 signal_code=143; kill -TERM "$pid" 2>/dev/null || true' TERM
+    trap 'interrupted=1 signal_code=129; kill -TERM "$pid" 2>/dev/null || true' HUP
     trap 'interrupted=1 stopped=true; kill -INT "$view_pid" 2>/dev/null || true; kill -TERM "$pid" 2>/dev/null || true' INT
     while ((interrupted)); do # by a signal, and not by the end of the command
         interrupted=0 status=0
@@ -394,5 +395,7 @@ run_command() {
     if $stopped; then
         return 130
     fi
+    # A training that saves on SIGTERM ends with 0.
+    ((status == 0 || signal_code == 0)) || return "$signal_code"
     return "$status"
 }

@@ -476,12 +476,17 @@ summary() {
 
 # torchrun ends with a report on every rank. The line before the report names the mistake that the user can fix.
 explain_failure() {
-    local reason reached latest
-    if (($1 == 130)); then
+    local reason reached latest event
+    case $1 in
+        129) event="stopped by SIGHUP" ;;
+        130) event=interrupted ;;
+        143) event="stopped by SIGTERM" ;;
+    esac
+    if [[ -n ${event:-} ]]; then
         reached=$(grep -oE 'iteration +[0-9]+/' "$OUT/log.txt" | tail -n 1 | tr -dc 0-9 || true)
         latest=$(cat "$(flag_value --save "" "${FLAGS[@]}")/latest_checkpointed_iteration.txt" 2>/dev/null || echo none)
-        say "interrupted ${reached:+at iteration }${reached:-before the first logged iteration}; checkpoint $latest; $(again) to resume"
-        exit 130
+        say "$event ${reached:+at iteration }${reached:-before the first logged iteration}; checkpoint $latest; $(again) to resume"
+        exit "$1"
     fi
     reason=$(grep -m 1 -oE '(megatron[_-]ext|pretrain_[a-z]+\.py): error: .*' "$OUT/log.txt" || true)
     fail "training ended with exit code $1${reason:+: ${reason#*: error: }} (log: $OUT/log.txt)"

@@ -1,4 +1,4 @@
-"""Ctrl-C in the scripts of the examples: one line, exit code 130, and nothing is left running."""
+"""Signals to the examples: one line, the exit code of the signal, nothing left running."""
 
 from __future__ import annotations
 
@@ -53,6 +53,35 @@ def test_one_line_at_every_stage(stage: str, line: str, tmp_path: Path) -> None:
             run.stdout.read() == f"run.sh: {line}\n"
         )  # ends when the last process has ended
         assert run.wait(60) == 130
+
+
+ENDING = """
+OUT=$2 FLAGS=(--save "$2/kept" --load "$2/kept") EXTRA=()
+run_command "$OUT/log.txt" "$PYTHON" -c "$3" || explain_failure $?
+"""
+
+
+@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGHUP"])
+def test_another_signal_is_named(signal_name: str, tmp_path: Path) -> None:
+    source = 'HERE="$1/examples/llama3"\nsource "$1/examples/train.sh"'
+    script = f"set -euo pipefail\n{source}\nPYTHON={sys.executable}\n{ENDING}"
+    signal_number = signal.Signals[signal_name]
+    with subprocess.Popen(
+        ["bash", "-c", script, "run.sh", str(REPO), str(tmp_path), PROGRAM],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as run:
+        assert run.stdout is not None
+        assert "begins" in run.stdout.readline()
+        run.send_signal(signal_number)  # to the script alone, as `kill` does
+        last_line = run.stdout.read().splitlines()[-1]
+        assert run.wait(60) == 128 + signal_number
+    assert last_line == (
+        f"run.sh: stopped by {signal_name} before the first logged iteration; "
+        "checkpoint none; run again to resume"
+    )
 
 
 SAVING = """
