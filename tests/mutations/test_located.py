@@ -38,6 +38,9 @@ def test_no_mutant_changes_numbers_unseen(tmp_path: Path) -> None:
     lines = "\n".join([*(outcome.line() for outcome in outcomes), summary(outcomes)])
     assert len(outcomes) == len(MUTANTS) * len(MUTANT_SETTINGS)
     assert any(outcome.changes_weights for outcome in outcomes), lines
+    # A setting that `configure` rejects would train no mutant at all.
+    trained = {outcome.fault.setting for outcome in outcomes if not outcome.error}
+    assert trained == set(MUTANT_SETTINGS), lines
     assert not any(outcome.is_missed for outcome in outcomes), lines
 
 
