@@ -3,10 +3,10 @@
     python benchmarks/disaggregation.py [--quick]
 
 Sleeping stages run under the disaggregated executor and under this package's 1F1B, both over shared
-memory, and are compared with a simulation in which messages take no time. The target is a deviation
-of at most 3 %. Then a GPT is trained in each way, to measure memory.
+memory, and are compared with a simulation in which messages take no time. The goal is to deviate by
+at most 3 %. After that, a GPT is trained in each of these ways to measure memory.
 
-Prints the tables of `docs/disaggregation.md`. Takes about 10 minutes.
+Prints the tables in `docs/disaggregation.md`. Takes about 10 minutes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
-)  # the ranks are those of the tests
+)  # ranks are started by the tests' launcher
 
 import torch
 from megatron.core import parallel_state
@@ -74,13 +74,13 @@ _FBD = " --forward-backward-disaggregating"
 
 @dataclass(frozen=True)
 class Disaggregated(System):
-    """A pipeline of forward and of backward ranks."""
+    """A pipeline of forward ranks and backward ranks."""
 
     activations: Activations
     """How backward ranks get their activations."""
     tp: int = 1
-    """Tensor-parallel ranks replaced by one forward rank. Here one backward rank emulates all of a
-    stage's."""
+    """Number of tensor-parallel ranks that one forward rank replaces. Here, a single backward rank
+    emulates all of a stage's."""
 
     def placement(self, pp: int) -> Placement:
         return linear(pp)
@@ -106,7 +106,7 @@ class Disaggregated(System):
         self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
     ) -> Run:
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pp)
-        # The work of an op besides its sleep is part of its time, so the probe has to see both
+        # An op's time includes its work besides the sleep, so the probe has to see both
         # ends.
         StageCompute.forward = _timed(StageCompute.forward, probe, "F")  # type: ignore[method-assign]
         StageCompute.backward = _timed(StageCompute.backward, probe, "B")  # type: ignore[method-assign]
@@ -114,7 +114,8 @@ class Disaggregated(System):
         config.num_layers, config.timers = 8, None
         stage = _Stage(probe, config, checkpoints=self.activations == "ship")
         return lambda: step.forward_backward(
-            # Megatron's schedule is used only for evaluation, which does not occur here.
+            # Megatron's schedule is only used for evaluation,
+            # which does not happen here.
             forward_backward,
             forward_step_func=forward_step,
             data_iterator=batches(probe),
@@ -140,7 +141,7 @@ class _RoleTimes(OpTimes):
 
 @dataclass(frozen=True)
 class _RoleCosts(Costs):
-    """The same costs for the simulator."""
+    """The same costs, for the simulator."""
 
     tp: int = 1
 
@@ -153,7 +154,7 @@ class _RoleCosts(Costs):
 
 @dataclass
 class _RoleProbe(Probe):
-    """Meets through the job's store, since torch.distributed connects only ranks of one role."""
+    """Meets through the job's store: torch.distributed only connects ranks of the same role."""
 
     met: int = 0
 
@@ -175,13 +176,13 @@ def _timed(method: Callable[..., Any], probe: Probe, kind: Kind) -> Callable[...
 
 
 class _Stage(Chunk):
-    """An emulated stage inside a block with one layer, where shipped layers are expected."""
+    """An emulated stage inside a one-layer block, which is where shipped layers are expected."""
 
     def __init__(self, probe: Probe, config: Any, *, checkpoints: bool) -> None:
         super().__init__(probe, config, None, 0)
         self.block = TransformerBlock.__new__(
             TransformerBlock
-        )  # nothing else of a real one
+        )  # nothing else that a real block has
         torch.nn.Module.__init__(self.block)
         self.block.layers = torch.nn.ModuleList([self.stage])
         self.checkpoints = checkpoints
@@ -205,20 +206,20 @@ class _Stage(Chunk):
 
 @dataclass(frozen=True)
 class Trained:
-    """Memory of one process in a real training."""
+    """One process's memory in a real training run."""
 
     role: str
     stage: int
     peak_mib: float
-    """Growth of resident memory since before the first step."""
+    """Growth of resident memory, starting just before the first step."""
 
 
 def measure_training(flags: list[str]) -> Trained:
-    """Train as one rank, and return the memory it needed."""
+    """Train as one rank and return how much memory that took."""
     from megatron_ext import devices
     from tests.ranks import train_here
 
-    devices.current()  # before Megatron is imported
+    devices.current()  # must precede the import of Megatron
     from megatron.training import training
 
     peak_mib = 0.0
@@ -242,7 +243,7 @@ def measure_training(flags: list[str]) -> Trained:
 
 
 class Row(NamedTuple):
-    """One row of the first table; steps in forwards of a stage."""
+    """One row of the first table. Step times are in units of a stage's forward."""
 
     name: str
     tp: int
@@ -250,7 +251,7 @@ class Row(NamedTuple):
     computed: float
     measured: float
     devices: float
-    """Number of devices relative to 1F1B with the same number of stages."""
+    """Number of devices, relative to 1F1B with the same number of stages."""
 
 
 WAYS = {
@@ -259,11 +260,11 @@ WAYS = {
     "recompute": (4, "32" + _FBD),
     "ship": (4, "32" + _FBD + _RECOMPUTE + " --fbd-activations ship"),
 }
-"""Rows of the second table: ranks and flags."""
+"""Rows of the second table -> number of ranks, and flags."""
 
 
 def cases() -> list[Own | Disaggregated]:
-    """Return the systems in the first table; 1F1B is the reference."""
+    """Return the systems in the first table. 1F1B is the reference."""
     return [
         own("1F1B", "1f1b"),
         Disaggregated("plain, recompute", "recompute"),
@@ -301,7 +302,7 @@ def measure_row(system: Own | Disaggregated, pp: int, steps: int) -> Row:
 
 
 def steps_as_markdown(rows: list[Row]) -> str:
-    """Return the first table; figures are relative to 1F1B with the same number of stages."""
+    """Return the first table. Figures are relative to 1F1B with the same number of stages."""
     reference = {row.pp: row for row in rows if row.name == "1F1B"}
     lines = []
     off = []
@@ -320,9 +321,9 @@ def steps_as_markdown(rows: list[Row]) -> str:
         ))  # fmt: skip
     worst, where = max(off, key=lambda entry: abs(entry[0]))
     return (
-        f"{markdown(_STEP_HEAD, lines)}\n\n"
-        f"{sum(abs(entry) > _BAR for entry, _ in off)} of {len(rows)} rows are more than "
-        f"{100 * _BAR:g} % off; the most is {100 * worst:+.1f} % ({where})."
+        f"{markdown(_STEP_HEAD, lines)}\n\n{sum(abs(entry) > _BAR for entry, _ in off)} of "
+        f"{len(rows)} rows are off by more than {100 * _BAR:g} %; the worst: {100 * worst:+.1f} % "
+        f"({where})."
     )
 
 
@@ -367,7 +368,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     from benchmarks import (
-        disaggregation,  # ranks find what they run by the name of its module
+        disaggregation,  # ranks look up what they run by its module's name
     )
 
     disaggregation.main()

@@ -1,18 +1,19 @@
-"""The gain of a dynamic order: all comparisons of docs/results-dynamic-orders.md.
+"""Gain from a dynamic order: all comparisons in docs/results-dynamic-orders.md.
 
     python benchmarks/dynamic_order.py [--simulate] [--draws N] [--quick] [--json FILE]
 
-Processes and messages are real; stages emulate computation by sleeping (see schedules.py). All
-systems get the same draws of noise. The numbers are speed-ups, the reference's time divided by the
-system's: the median over the draws (lowest..highest). The shortest repetition of each draw
-counts, since other load only adds time. The defaults take 25 minutes on two idle cores.
+Processes and messages are real, and stages emulate computation by sleeping (see schedules.py). All
+systems get the same draws of noise. The numbers are speed-ups: the reference's time divided by the
+system's, as the median over the draws (lowest..highest). Only the shortest repetition of each draw
+counts, because other load only adds time. With the defaults, this takes 25 minutes on two idle
+cores.
 
-A comparison is fair if both sides keep equally many activations: `+0` is the cap of the table.
-Heads leave out the name of the table that a comparison is about. The final table shows only the
-overhead of runtime and messages, with ops as long as in schedules.py: the measured time divided by
-the time of a replay of the same order with the measured ops.
+A comparison is fair if both sides keep the same number of activations: `+0` is the table's cap.
+Column titles omit the name of the table that a comparison is about. The last table shows only the
+overhead of the runtime and messages, with ops as long as in schedules.py: the measured time divided
+by the time of a replay of the same order with the measured ops.
 
-`--simulate` computes the same tables without processes.
+`--simulate` computes the same tables without running processes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
-)  # the ranks are those of the tests
+)  # ranks are started by the tests' launcher
 
 from benchmarks.harness import ranks, scenarios
 from benchmarks.harness.command import options, ratios, spread, write_json
@@ -44,21 +45,21 @@ _ZBV_HINTS = ("zb-v, hint +0", "zb-v, hint +1")
 _BITPIPE = "bitpipe order=paper, static, split"
 _BITPIPE_HINTS = ("bitpipe order=paper, hint +0", "bitpipe order=paper, hint +1")
 _ALL = tuple(name for name in SCENARIOS if name not in ("jitter-0.1", "spikes"))
-"""Without two scenarios in which a dynamic order gains as little as in `quiet` and `uneven`."""
+"""Omits two scenarios in which a dynamic order gains as little as in `quiet` and `uneven`."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One table of the documentation: scenarios down, systems across."""
+    """One table in the documentation, with scenarios as rows and systems as columns."""
 
     title: str
     reference: str
-    """The system whose time is divided by the times of the others."""
+    """The system whose time is divided by the others' times."""
     rivals: Sequence[str]
     names: Sequence[str]
-    """Of the scenarios."""
+    """Names of the scenarios."""
     stand_in: str = ""
-    """One of our systems with the same order, if the reference cannot be simulated."""
+    """One of our systems with the same order, in case the reference cannot be simulated."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,12 @@ class Part:
     pp: int
     num_microbatches: int
     forward_ms: float
-    """Forward of 1/pp of the model, long enough for two cores to run all ranks during their
-    sleeps."""
+    """Forward of 1/pp of the model, long enough for two cores to run all ranks while the others
+    sleep."""
     comparisons: Sequence[Comparison]
     most_overhead: float | None = None
-    """Bound on the runtime's overhead relative to the order that ran, if the part measures only
-    that. Ops are then as long as in schedules.py, and each draw runs once."""
+    """Bound on the runtime's overhead relative to the order that ran, if that is all the part
+    measures. Ops are then as long as in schedules.py, and each draw runs once."""
 
 
 _UPSTREAM_TITLE = (
@@ -112,7 +113,7 @@ class PartResult:
 
 
 def run(part: Part, sizes: Sizes, repetitions: int | None) -> PartResult:
-    """Run all systems of a part, each once in all its scenarios; without repetitions, simulate."""
+    """Run each of a part's systems once in all its scenarios. Without repetitions, simulate."""
     scenarios_by_system: dict[str, dict[str, None]] = {}
     limits = {}
     for comparison in part.comparisons:
@@ -140,7 +141,7 @@ def run(part: Part, sizes: Sizes, repetitions: int | None) -> PartResult:
 
 
 def text_of(result: PartResult) -> str:
-    """Return all tables of a part, and the conditions under which it ran."""
+    """Return all of a part's tables and the conditions under which it ran."""
     part = result.part
     sizes = result.compared.sizes
     figures = result.compared.figures
@@ -173,13 +174,13 @@ def text_of(result: PartResult) -> str:
 
 
 def _against(comparison: Comparison, result: PartResult) -> str:
-    """Return how much faster than a reference each system is, by scenario."""
+    """Return how much faster each system is than a reference, by scenario."""
     sizes = result.compared.sizes
     figures = result.compared.figures
     measured = {system for system, _ in figures}
     ideal_s = sizes.work_s
     if result.simulated:
-        ideal_s /= sizes.forward_s  # these times are in forwards
+        ideal_s /= sizes.forward_s  # simulated times are in forwards
     reference = comparison.reference
     if reference not in measured:
         reference = comparison.stand_in
@@ -207,17 +208,19 @@ def _against(comparison: Comparison, result: PartResult) -> str:
 
 
 def _as_text(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as a block of text in Markdown."""
+    """Return a table as a Markdown text block."""
     return f"```text\n{aligned(rows)}\n```"
 
 
 def main() -> int:
-    """Measure and print; return 1 if a system failed."""
-    parser = options(__doc__, "one draw of the last tables", figures=True)
+    """Measure, print the results, and return 1 if a system failed."""
+    parser = options(__doc__, "only the last tables, with one draw", figures=True)
     parser.add_argument(
-        "--simulate", action="store_true", help="compute what to expect instead"
+        "--simulate",
+        action="store_true",
+        help="compute the expected results instead of measuring",
     )
-    parser.add_argument("--draws", type=int, default=5, help="seeds of the noise")
+    parser.add_argument("--draws", type=int, default=5, help="number of noise seeds")
     args = parser.parse_args()
     ranks.clean_up_when_terminated()
     name = "simulated" if args.simulate else "measured"

@@ -1,24 +1,24 @@
-"""What weight gradients that wait gain if experts get unequal numbers of tokens; simulated.
+"""Gain from waiting weight gradients if experts get unequal numbers of tokens, by simulation.
 
     python benchmarks/expert_imbalance.py [--imbalance X ...] [--waiting N ...]
         [--exchange-share S] [--quick]
 
-Each pipeline rank is a group of expert ranks, which run the same row of a table and meet in each
-exchange of tokens. A layer computes attention, which takes 1, exchanges tokens, computes experts,
-which take 1 on average, and exchanges tokens again. A pair runs the parts of its two halves in the
-order of Megatron's plans. A device has one stream for actions, one for exchanges and one of low
-priority for W. Kernels do not share the device: among those that may run, one of an action goes
-first, and a kernel that has started ends. Exchanges use no multiprocessors, or a share of them
-(`--exchange-share`). What this leaves out: W and actions that share a device's memory bandwidth,
-and the launches of the host.
+Each pipeline rank is a group of expert ranks, which run the same row of a table and meet in every
+token exchange. A layer computes attention, which takes 1, exchanges tokens, computes experts, which
+take 1 on average, and exchanges tokens again. A pair runs the parts of its two halves in the order
+of Megatron's plans. A device has one stream for actions, one for exchanges and a low-priority one
+for W. Kernels do not share the device: of those that are ready, an action's kernel goes first, and
+a kernel that has started runs to the end. Exchanges use no multiprocessors, or a share of them
+(`--exchange-share`). Not simulated: W and actions sharing a device's memory bandwidth, and the
+host's launches.
 
-The imbalance is the largest load of a layer over its mean, averaged over layers and micro-batches.
-Loads are log-normal; half of the deviation is the layer's for the whole step. Columns:
+The imbalance is a layer's largest load over its mean, averaged over layers and micro-batches. Loads
+are log-normal, and half of the deviation belongs to the layer for the whole step. Columns:
 
-    T/work       time of the step over the mean work of a rank
-    T/busiest    time of the step over the work of the busiest rank, which no order can beat
-    activations  on the worst rank, with those that wait, in units of one micro-batch on 1/pp of
-                 the model
+    T/work       step time over a rank's mean work
+    T/busiest    step time over the busiest rank's work, which no order can beat
+    activations  on the worst rank, including those that wait, in units of one micro-batch on 1/pp
+                 of the model
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.schedules.table.transforms import weights_waiting
 
 LAYERS = 4
-"""Layers on each pipeline rank."""
+"""Layers per pipeline rank."""
 _SEEDS = 3
 
 Loads = Sequence[Sequence[Sequence[Sequence[float]]]]
-"""By stage, layer of the stage, micro-batch and expert rank: time of the experts."""
+"""Time of the experts, by stage, layer within the stage, micro-batch and expert rank."""
 
 
 @dataclass(eq=False)
@@ -54,17 +54,17 @@ class _Task:
 
     duration: float = 0.0
     stream: deque[_Task] | None = None
-    """The stream that runs it; None: a point, which takes no time."""
+    """The stream that runs it, or None for a point, which takes no time."""
     device: _Device | None = None
     meeting: list[_Task] | None = None
-    """The exchange's tasks of all ranks; None: it is none."""
+    """The exchange's tasks on all ranks, or None if this is not an exchange."""
     num_missing: int = 0
-    """Number of tasks that have to end before it."""
+    """Number of tasks that must end first."""
     followers: list[_Task] = field(default_factory=list)
     has_arrived: bool = False
 
     def after(self, *tasks: _Task) -> _Task:
-        """Make this task wait for others, and return it."""
+        """Make this task wait for others and return it."""
         for task in tasks:
             task.followers.append(self)
         self.num_missing += len(tasks)
@@ -73,14 +73,14 @@ class _Task:
 
 @dataclass(eq=False)
 class _Device:
-    """A device with three streams, whose kernels run one at a time."""
+    """A device with three streams that runs kernels one at a time."""
 
     actions: deque[_Task] = field(default_factory=deque)
     weights: deque[_Task] = field(default_factory=deque)
     exchanges: deque[_Task] = field(default_factory=deque)
     is_busy: bool = False
     used_by_exchanges: float = 0.0
-    """Time of the device that exchanges have used and no kernel has waited for yet."""
+    """Device time that exchanges have used and that has not delayed a kernel yet."""
 
     def kernel(self, stream: deque[_Task], duration: float, *after: _Task) -> _Task:
         """Add a kernel to a stream."""
@@ -104,7 +104,7 @@ class Simulation:
         loads: Times of the experts.
         exchange: Time of an exchange.
         exchange_share: Share of the device that an exchange uses.
-        fills: Whether W runs in a stream of low priority, behind its I.
+        fills: Whether W runs in a low-priority stream, behind its I.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Simulation:
         self._exchange, self._exchange_share = exchange, exchange_share
         self._fills = fills
         self._num_experts = len(loads[0][0][0])
-        # By action and expert rank: the point at which its result is there.
+        # (action, expert rank) -> the point at which its result is available.
         self._ends: dict[tuple[Action, int], _Task] = {}
-        # By action, layer and part: the tasks of an exchange.
+        # (action, layer, part) -> the tasks of an exchange.
         self._meetings: dict[tuple[Action, int, str], list[_Task]] = {}
         self._devices: list[_Device] = []
         self._events: list[tuple[float, int, _Task]] = []
@@ -150,7 +150,8 @@ class Simulation:
         while self._events:
             now, _, task = heapq.heappop(self._events)
             changed = self._end(task)
-            # End everything of this time before a kernel starts, so that priorities decide.
+            # End everything that is due now before starting a kernel,
+            # so that priorities decide.
             while self._events and self._events[0][0] <= now + 1e-9:
                 changed |= self._end(heapq.heappop(self._events)[2])
             for device in sorted(changed, key=self._devices.index):
@@ -178,20 +179,21 @@ class Simulation:
             lasts = self._tasks(device, actions, expert_rank, begin)
             for action, last in zip(actions, lasts, strict=True):
                 self._ends[action, expert_rank].after(last)
-            # The next action's kernels follow the results of both.
+            # The next action's kernels wait for the results of both.
             previous = lasts
 
     def _tasks(
         self, device: _Device, actions: Sequence[Action], expert_rank: int, begin: _Task
     ) -> list[_Task]:
-        """Add the tasks of an action or a pair, and return the last one of each action."""
+        """Add the tasks of an action or a pair, and return each action's last task."""
         if actions[0].kind == "W":
             return [self._weight_tasks(device, actions[0], expert_rank, begin)]
         halves = [_Half(self, device, action, expert_rank, begin) for action in actions]
         num_layers = max(half.num_layers for half in halves)
         for _ in range(num_layers):
-            # A backward exchanges before it computes, so its parts come first where a plan
-            # alternates: attention of F, experts of B, experts of F, attention of B.
+            # A backward exchanges before it computes, so a plan that
+            # alternates runs the attention of F, the experts of B, the experts
+            # of F and the attention of B.
             for part in range(4):
                 for half in halves:
                     half.add(part)
@@ -202,7 +204,7 @@ class Simulation:
     def _weight_tasks(
         self, device: _Device, action: Action, expert_rank: int, begin: _Task
     ) -> _Task:
-        """Add the kernels of a W, and return the task that the next action follows."""
+        """Add a W's kernels and return the task that the next action waits for."""
         layers = self._loads[action.stage]
         if not self._fills:
             last = begin
@@ -217,15 +219,15 @@ class Simulation:
         return _Task().after(begin, last)
 
     def meeting(self, action: Action, layer: int, part: str) -> list[_Task]:
-        """Return the tasks of an exchange, to which each rank adds one."""
+        """Return the tasks of an exchange, to which every rank adds one."""
         return self._meetings.setdefault((action, layer, part), [])
 
     def load(self, action: Action, layer: int, expert_rank: int) -> float:
-        """Return the time of a layer's experts."""
+        """Return the time that a layer's experts take."""
         return self._loads[action.stage][layer][action.microbatch][expert_rank]
 
     def num_layers(self, stage: int) -> int:
-        """Return the layers of a stage."""
+        """Return the number of layers on a stage."""
         return len(self._loads[stage])
 
     @property
@@ -236,7 +238,7 @@ class Simulation:
     # -- events ------------------------------------------------------------------------------------
 
     def _start(self, device: _Device, now: float) -> None:
-        """Start what may run on a device."""
+        """Start whatever is ready to run on a device."""
         if device.exchanges:
             task = device.exchanges[0]
             if not task.num_missing and not task.has_arrived:
@@ -264,7 +266,7 @@ class Simulation:
         heapq.heappush(self._events, (end, self._num_started, task))
 
     def _end(self, task: _Task) -> set[_Device]:
-        """End a task, and the points that waited for it alone; return the changed devices."""
+        """End a task and the points that waited only for it. Return the devices that changed."""
         changed: set[_Device] = set()
         ended = [task]
         while ended:
@@ -288,7 +290,7 @@ class Simulation:
 
 
 class _Half:
-    """An action, alone or in a pair, as its layers are added one by one."""
+    """An action, alone or in a pair, whose layers are added one by one."""
 
     def __init__(
         self,
@@ -305,11 +307,11 @@ class _Half:
         self._layer = 0
 
     def add(self, part: int) -> None:
-        """Add a quarter of the current layer, if there is one: of four, in the order of a plan."""
+        """Add one of the current layer's four parts, in a plan's order, if a layer is left."""
         if self._layer == self.num_layers:
             return
         is_forward = self._action.kind == "F"
-        # A whole backward computes both gradients.
+        # An unsplit backward computes both gradients.
         gradients = 2.0 if self._action.kind == "B" else 1.0
         layer = self._layer if is_forward else self.num_layers - 1 - self._layer
         exchanges = part % 2 == (1 if is_forward else 0)
@@ -326,7 +328,7 @@ class _Half:
         self.last = self._device.kernel(self._device.actions, duration, self.last)
 
     def next_layer(self) -> None:
-        """Go on with the next layer."""
+        """Move on to the next layer."""
         self._layer = min(self._layer + 1, self.num_layers)
 
 
@@ -336,12 +338,12 @@ class _Half:
 def loads_of(
     table: Schedule, num_experts: int, sigma: float, seed: int, persistence: float = 0.5
 ) -> Loads:
-    """Draw the times of experts; each layer and micro-batch has a mean of 1.
+    """Draw the times of experts, with a mean of 1 for every layer and micro-batch.
 
     Args:
-        table: The table, which gives the stages and micro-batches.
-        num_experts: Ranks of an expert group.
-        sigma: Deviation of the logarithm.
+        table: The table, which determines the stages and micro-batches.
+        num_experts: Number of ranks in an expert group.
+        sigma: Standard deviation of the logarithm.
         seed: Seed of the draws.
         persistence: Exponent of the part that a layer keeps for the whole step.
     """
@@ -358,14 +360,14 @@ def loads_of(
 
 
 def imbalance_of(loads: Loads) -> float:
-    """Return the largest load over the mean, averaged over layers and micro-batches."""
+    """Return the ratio of the largest load to the mean, averaged over layers and micro-batches."""
     return statistics.fmean(
         max(times) for stage in loads for layer in stage for times in layer
-    )  # each mean is 1
+    )  # every mean is 1
 
 
 def sigma_for(table: Schedule, num_experts: int, imbalance: float) -> float:
-    """Return the deviation with which draws have this imbalance."""
+    """Return the standard deviation that gives draws this imbalance."""
     low, high = 0.0, 8.0
     for _ in range(24):
         middle = (low + high) / 2
@@ -377,7 +379,7 @@ def sigma_for(table: Schedule, num_experts: int, imbalance: float) -> float:
 
 
 def busiest(table: Schedule, loads: Loads) -> float:
-    """Return the work of the busiest rank over the mean of its pipeline rank's group."""
+    """Return the busiest rank's work over the mean of its expert group."""
     highest_ratio = 1.0
     for stages in table.placement.stages_of:
         num_experts = len(loads[0][0][0])
@@ -403,11 +405,11 @@ class _System:
     schedule: str
     pairs: bool = True
     waiting: int | None = None
-    """W that may wait; None: W runs where the table has it."""
+    """Number of W that may wait, or None to run W where the table has it."""
     fills: bool = True
 
     def table(self, pp: int, num_microbatches: int, exchange: float) -> Schedule:
-        """Return the table, placed for exchanges of this length."""
+        """Return the table, generated for exchanges of this length."""
         share = exchange / (1 + exchange)
         costs = Costs(1 + exchange, 1 + exchange, 1, all_to_all=share)
         options = {"pairs": True} if self.pairs else {}
@@ -419,7 +421,7 @@ _HEADER = ("order", "T/work", "T/busiest", "activations")
 
 
 def systems(numbers_waiting: Sequence[int]) -> list[_System]:
-    """Return the rows of the table that the command prints."""
+    """Return the rows of the printed table."""
     rows = [
         _System("zb-h1, whole actions", "zb-h1", pairs=False),
         _System("interleaved, pairs", "interleaved"),
@@ -438,7 +440,7 @@ def systems(numbers_waiting: Sequence[int]) -> list[_System]:
 def _figures(
     table: Schedule, imbalance: float, num_experts: int, num_seeds: int, **settings: Any
 ) -> tuple[str, ...]:
-    """Return the figures of a table, as printed."""
+    """Return a table's figures as printed."""
     sigma = sigma_for(table, num_experts, imbalance) if imbalance > 1 else 0.0
     work = 3 * table.num_microbatches * LAYERS * 2.0
     over_mean: list[float] = []
@@ -455,15 +457,15 @@ def _figures(
 
 
 def main() -> None:
-    """Simulate and print."""
-    parser = options(__doc__, "few ranks and micro-batches, one imbalance")
+    """Simulate and print the results."""
+    parser = options(__doc__, "few ranks and micro-batches, only one imbalance")
     add = parser.add_argument
     add("--imbalance", type=float, nargs="+", default=[1.2, 1.66, 2.2], metavar="X",
-        help="largest load of a layer over its mean")  # fmt: skip
+        help="ratio of a layer's largest load to its mean")  # fmt: skip
     add("--waiting", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N",
         help="W that may wait")  # fmt: skip
     add("--exchange", type=float, default=0.3, metavar="T",
-        help="time of an exchange, in times of a layer's attention")  # fmt: skip
+        help="time of an exchange, relative to a layer's attention")  # fmt: skip
     add("--exchange-share", type=float, default=0.0, metavar="S",
         help="share of the device that an exchange uses")  # fmt: skip
     args = parser.parse_args()
@@ -489,9 +491,9 @@ def main() -> None:
         print(f"Imbalance {imbalance:g}:\n")
         print(f"{markdown(_HEADER, rows)}\n", flush=True)
     print(
-        f"pp {pp}, {num_experts} ranks of experts, {num_microbatches} micro-batches, {LAYERS} "
-        f"layers on each pipeline rank, an exchange takes {args.exchange:g} and uses "
-        f"{args.exchange_share:g} of the device, mean of {num_seeds} draws; simulated."
+        f"pp {pp}, {num_experts} expert ranks, {num_microbatches} micro-batches, {LAYERS} layers "
+        f"per pipeline rank, an exchange takes {args.exchange:g} and uses {args.exchange_share:g} "
+        f"of the device, mean of {num_seeds} draws; simulated."
     )
 
 

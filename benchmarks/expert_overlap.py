@@ -1,36 +1,36 @@
-"""How much of the experts' all-to-all pairs hide, and what a step then takes.
+"""How much of the experts' all-to-all is hidden by pairs, and the resulting step time.
 
     python benchmarks/expert_overlap.py [--forward-ms T] [--connections N] [--only TEXT ...]
         [--imbalance X ... [--microbatches M] [--waiting N] [--waves N] [--exchange-share S]]
         [--quick]
 
-This uses the emulated device that runs behind its host, as schedules.py --device does. It needs a
-C++ compiler and megatron-core 0.19 or later, because earlier releases can plan only their own
-models. Each layer computes attention, exchanges tokens, computes experts and exchanges tokens
-again; the two ranks of an expert group meet in each exchange. Both actions of a pair run through
-Megatron's own plans, with exchanges in a separate stream. Exchanges take a given share of the time
-of the same layer's computation, in the forward and in the input gradient. Columns:
+Uses the emulated device that runs behind its host, like schedules.py --device. Needs a C++ compiler
+and megatron-core 0.19 or later, because earlier releases can only plan their own models. Each layer
+computes attention, exchanges tokens, computes experts and exchanges tokens again, and the two ranks
+of an expert group meet in every exchange. Both actions of a pair run through Megatron's own plans,
+with exchanges in a separate stream. Exchanges take a given share of the time of the same layer's
+computation, in the forward and in the input gradient. Columns:
 
-    work/T       computation of one rank over T, the shortest step, from the first rank's begin
-                 until all devices are idle; no order can have more than 1
-    T/bound      T over the simulated time of the table, where a pair takes the larger of both
-    hidden %     of what pairs could hide: of each, the smaller of computation and all-to-all
-    of all %     of all all-to-all; that of warm-up and cool-down has no partner
+    work/T       one rank's computation over T, the shortest step, from when the first rank begins
+                 until all devices are idle; at most 1 for any order
+    T/bound      T over the table's simulated time, where a pair takes the larger of the two
+    hidden %     of what pairs could hide: for each, the smaller of computation and all-to-all
+    of all %     of all all-to-all, including that of warm-up and cool-down, which has no partner
     gain         simulated time of the same table without pairs over T
     upstream     T over that of Megatron's own overlap under its interleaved schedule
-    activations  on the worst rank, in those of one micro-batch on 1/pp of the model
+    activations  on the worst rank, in units of one micro-batch on 1/pp of the model
 
-With `--imbalance`, experts get unequal numbers of tokens, and kernels share the device: it runs one
-at a time, of those that are ready one of the highest priority first, and interrupts none. Weight
-gradients consist of several kernels (`--waves`), because a GPU chooses between streams whenever
-thread blocks have ended. Exchanges use a share of the device. The imbalance is the largest load of
-a layer's expert ranks over their mean. All orders run random loads with each of the imbalances,
-half of whose deviation stays the same for the whole step, and the eight workloads of
+With `--imbalance`, experts get unequal numbers of tokens, and kernels share the device, which runs
+one at a time, picks the highest priority among those that are ready, and never interrupts one.
+Weight gradients consist of several kernels (`--waves`), because a GPU chooses between streams
+whenever thread blocks finish. Exchanges use a share of the device. The imbalance is the largest
+load among a layer's expert ranks over their mean. All orders run random loads with each imbalance,
+half of whose deviation stays the same for the whole step, and the eight workloads from
 Megatron-LM#7488, W0 (balanced) to W7. By default, a step has 64 micro-batches, because the floor
-leaves out how a pipeline fills and drains, during which no pairs run. Columns:
+ignores the filling and draining of the pipeline, during which no pairs run. Columns:
 
-    T/work       T over the mean work of a rank
-    T/busiest    T over the work of the busiest rank, the floor of all orders
+    T/work       T over a rank's mean work
+    T/busiest    T over the busiest rank's work, which is the floor for all orders
     gain         T of the same pairs without waiting weight gradients over T
 """
 
@@ -46,7 +46,7 @@ from pathlib import Path
 
 sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
-)  # the ranks are those of the tests
+)  # ranks are started by the tests' launcher
 
 from benchmarks.harness import ranks, uneven
 from benchmarks.harness.command import chosen, figure, machine, markdown, options
@@ -65,12 +65,12 @@ _UPSTREAM = "megatron-core interleaved, overlap"
 
 
 def systems() -> list[System]:
-    """Return Megatron's own overlap, and all our tables with pairs."""
+    """Return Megatron's own overlap and all our tables with pairs."""
     compared: list[System] = [
         Peer(_UPSTREAM, "megatron_core", "interleaved-overlap, experts", loop2)
     ]
     for label in VARIANTS:
-        if label != "gpipe":  # no backward before the last forward
+        if label != "gpipe":  # runs no backward before the last forward
             compared.append(
                 own(f"{label}, pairs", label, transport="torch", pairs=True)
             )
@@ -79,23 +79,23 @@ def systems() -> list[System]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The figures of one system for one share of all-to-all, in its shortest step.
+    """One system's figures for one share of all-to-all, from its shortest step.
 
     Other load on the machine only adds time.
     """
 
     step_s: float
-    """Time from the start of the first rank until all devices are idle."""
+    """Time from when the first rank starts until all devices are idle."""
     bound_s: float | None
-    """Simulated time of the table if a pair takes the larger of computation and all-to-all."""
+    """The table's simulated time, where a pair takes the larger of computation and all-to-all."""
     plain_s: float | None
-    """Simulated time of the table without pairs."""
+    """The table's simulated time without pairs."""
     hidden: float | None
-    """Fraction that pairs hid of the all-to-all they could hide; None: there are no pairs."""
+    """Fraction of the hideable all-to-all that pairs hid, or None if there are no pairs."""
     of_all: float
-    """Fraction of all all-to-all that ran behind computation."""
+    """Fraction of all all-to-all that was hidden behind computation."""
     activations: float
-    """Activations on the worst rank over all steps, in units of one micro-batch on 1/pp of the
+    """Activations on the worst rank in any step, in units of one micro-batch on 1/pp of the
     model."""
 
 
@@ -105,8 +105,8 @@ def overlap(
     """Return the figures of a measurement.
 
     Args:
-        steps: By rank of the world: the steps with one share of all-to-all.
-        system: What was measured.
+        steps: For each rank of the world, the steps with one share of all-to-all.
+        system: The system that was measured.
         sizes: The sizes of the measurement.
         part: The share of all-to-all.
     """
@@ -160,7 +160,7 @@ _HEADER = (
 
 
 def table(overlaps: dict[str, Overlap], work_s: float) -> str:
-    """Return the figures of one share of all-to-all as a Markdown table."""
+    """Return the figures for one share of all-to-all as a Markdown table."""
     rows = []
     for name, figures in overlaps.items():
         step_s = figures.step_s
@@ -178,22 +178,20 @@ def table(overlaps: dict[str, Overlap], work_s: float) -> str:
 
 
 def _check_release() -> None:
-    """Exit if Megatron cannot run the plans of emulated models."""
+    """Exit if Megatron cannot run plans for emulated models."""
     if (releases.installed_release() or (0, 19)) < (0, 19):
         raise SystemExit(
-            f"expert_overlap.py: megatron-core {releases.core_version()} makes plans of its own "
-            "models only, not of emulated ones; install 0.19 or later"
+            f"expert_overlap.py: megatron-core {releases.core_version()} only makes plans for its "
+            "own models, not for emulated ones; install 0.19 or later"
         )
 
 
 def _uneven(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Measure experts with unequal loads, and print."""
+    """Measure experts with unequal loads and print the results."""
     compared = chosen(parser, uneven.systems(args.waiting), args.only)
     pp, num_microbatches, forward_ms = 2, args.microbatches, args.forward_ms or 160.0
     if num_microbatches < 1:
-        parser.error(
-            f"--microbatches {num_microbatches} must be 1 or more; give 64, say"
-        )
+        parser.error(f"--microbatches {num_microbatches} must be 1 or more; try 64")
     num_ranks = uneven.NUM_EXPERT_RANKS
     size = Size(LAYERS * pp, num_microbatches, num_ranks)
     by_name = uneven.cases(size, args.imbalance)
@@ -206,8 +204,8 @@ def _uneven(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     highest = max(args.imbalance)
     if not 1 <= min(args.imbalance) <= highest < num_ranks:
         parser.error(
-            f"--imbalance {highest:g}: the largest of {num_ranks} loads is at least 1 and below "
-            f"{num_ranks} times their mean; give 1.66, say"
+            f"--imbalance {highest:g}: the largest of {num_ranks} loads must be at least 1 and "
+            f"below {num_ranks} times their mean; try 1.66"
         )
     ranks.clean_up_when_terminated()
     before = machine()
@@ -222,40 +220,40 @@ def _uneven(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     )
     print(f"{uneven.table(results, by_name, sizes.work_s)}\n")
     print(
-        f"pp {pp}, {num_ranks} ranks of experts, {num_microbatches} micro-batches, {LAYERS} layers "
-        f"on each rank, forward = input gradient = weight gradient = {forward_ms:g} ms on average, "
+        f"pp {pp}, {num_ranks} expert ranks, {num_microbatches} micro-batches, {LAYERS} layers per "
+        f"rank, forward = input gradient = weight gradient = {forward_ms:g} ms on average, "
         f"{device}, exchanges that use {args.exchange_share:g} of the device, weight gradients in "
-        f"{args.waves} kernels for half a layer, one step of each; {before} before."
+        f"{args.waves} kernels per half layer, one step each; {before} before."
     )
     return 0
 
 
 def main() -> int:
-    """Measure and print; return 1 if a system failed."""
+    """Measure, print the results, and return 1 if a system failed."""
     parser = options(__doc__, "two systems, a few short actions", only=True)
     add = parser.add_argument
     add(
         "--forward-ms",
         type=float,
-        help="computation of 1/pp of the model (default: 40, with --imbalance 160)",
+        help="computation of 1/pp of the model (default: 40, or 160 with --imbalance)",
     )
     add("--imbalance", type=float, nargs="+", metavar="X",
-        help="experts with unequal loads: the largest over the mean")  # fmt: skip
+        help="give experts unequal loads, with this ratio of the largest to the mean")  # fmt: skip
     add(
         "--waiting",
         type=int,
         default=8,
         metavar="N",
-        help="with --imbalance: W that may wait",
+        help="with --imbalance: number of W that may wait",
     )
     add("--microbatches", type=int, default=64, metavar="M",
-        help="with --imbalance: micro-batches of a step")  # fmt: skip
+        help="with --imbalance: micro-batches per step")  # fmt: skip
     add("--waves", type=int, default=8, metavar="N",
-        help="with --imbalance: kernels of the weight gradient of half a layer")  # fmt: skip
+        help="with --imbalance: kernels per weight gradient of half a layer")  # fmt: skip
     add("--exchange-share", type=float, default=0.0, metavar="S",
         help="with --imbalance: share of the device that an exchange uses")  # fmt: skip
-    add("--connections", type=int, default=32, help="hardware queues of a device; exchanges in one "
-        "with other streams wait for them")  # fmt: skip
+    add("--connections", type=int, default=32, help="hardware queues per device; an exchange that "
+        "shares a queue with other streams waits for them")  # fmt: skip
     args = parser.parse_args()
     _check_release()
     if args.imbalance is not None:
@@ -302,9 +300,9 @@ def main() -> int:
         print(f"All-to-all {part:g} of a layer's computation:\n")
         print(f"{table(by_system, sizes.work_s)}\n")
     print(
-        f"pp {pp}, {_EXPERTS} ranks of experts, {num_microbatches} micro-batches, {LAYERS} "
-        f"layers on each rank, forward = input gradient = weight gradient = {args.forward_ms:g} ms "
-        f"besides the exchanges, {device}, the shortest of {num_steps} steps; {before} before."
+        f"pp {pp}, {_EXPERTS} expert ranks, {num_microbatches} micro-batches, {LAYERS} layers per "
+        f"rank, forward = input gradient = weight gradient = {args.forward_ms:g} ms without the "
+        f"exchanges, {device}, the shortest of {num_steps} steps; {before} before."
     )
     for reason in failed:
         print(f"\n{reason}", file=sys.stderr)

@@ -1,34 +1,33 @@
-"""The cost of `megatron-ext launch`: over plain torchrun, with many hosts and lines, after a kill.
+"""The cost of `megatron-ext launch`: over plain torchrun, with many hosts or lines, after a kill.
 
     python benchmarks/launch.py WHAT ... [--quick]
 
-`torchrun`  torchrun and the launcher start a script on this machine, in turn. What the launcher
-            adds is the difference of the medians, in time and in processor time, which is the more
-            reliable one on a busy machine.
-`hosts`     one agent for each host, through a stand-in for ssh that runs them here, so they share
-            this machine's cores; real hosts start in parallel. Measured are the time from the start
-            of the launcher to the first output of every host's command, and from Ctrl-C to the
+`torchrun`  torchrun and the launcher take turns starting a script on this machine. The launcher's
+            cost is the difference between the medians, in elapsed time and in processor time, which
+            is more reliable on a busy machine.
+`hosts`     one agent per host, through a stand-in for ssh that runs them all here, so they share
+            this machine's cores; real hosts start in parallel. Measures the time from the
+            launcher's start to the first output of every host's command, and from Ctrl-C to the
             launcher's exit.
-`lines`     one process prints as fast as it can. Measured are the lines per second over the whole
-            run, up to the display of the last one, and the peak memory of launcher and agent.
-`restart`   from a killed rank to the next training step. With `--max-restarts 1` a tiny Llama is
-            trained on two stages, with a checkpoint after every second step; a rank is killed with
-            SIGKILL after the fifth. The launcher's own lines mark the parts: the failure is noticed
-            and the other processes are ended, a pause of a second, the hosts answer and the agents
-            start, the ranks import, build the model and load the checkpoint, and the first step.
-            The median of the rounds. Needs MEGATRON_LM_PATH, or megatron-core 0.17 or later, whose
-            wheel has a loop.
-`survive`   from a killed rank to the next step with `--keep-going`: ranks that are drawn at random,
-            also in reserve, are killed with SIGKILL at random moments, five in each run, over
-            shared memory and over TCP. Beside it, the time of a restart of the whole job with
-            `--max-restarts 1`. Counted are the steps that were repeated, and the runs whose final
-            weights differ from those of one undisturbed run over shared memory in any bit. Every
-            recovery is also printed when it ends. Takes ten minutes, or an hour on two busy cores.
-            Needs nvidia-resiliency-ext.
-`kept`      the time of a step with `--keep-going`, relative to the same job without it, in turn,
-            and the processor time that it adds to a step, which is the more reliable one. Local
-            checkpoints are switched off: they cost what Megatron logs for them. Needs
+`lines`     one process prints as fast as it can. Measures the lines per second over the whole run,
+            until the last one is displayed, and the peak memory of the launcher and the agent.
+`restart`   from a killed rank to the next training step. A tiny Llama is trained on two stages with
+            `--max-restarts 1` and a checkpoint after every second step, and a rank is killed with
+            SIGKILL after the fifth step. The launcher's own log lines delimit the parts: the
+            failure is noticed and the other processes are ended, a one-second pause, the hosts
+            answer and the agents start, the ranks import, build the model and load the checkpoint,
+            and the first step. Prints the median over the rounds. Needs MEGATRON_LM_PATH, or
+            megatron-core 0.17 or later, whose wheel includes a training loop.
+`survive`   from a killed rank to the next step with `--keep-going`: randomly drawn ranks, including
+            reserve ranks, are killed with SIGKILL at random moments, five per run, over shared
+            memory and over TCP. For comparison, also measures a restart of the whole job with
+            `--max-restarts 1`. Counts the repeated steps, and the runs whose final weights differ
+            in any bit from those of one undisturbed run over shared memory. Every recovery is also
+            printed when it ends. Takes ten minutes, or an hour on two busy cores. Needs
             nvidia-resiliency-ext.
+`kept`      the step time with `--keep-going`, relative to the same job without it, alternating, and
+            the processor time that it adds to a step, which is more reliable. Local checkpoints are
+            disabled, because Megatron itself logs what they cost. Needs nvidia-resiliency-ext.
 """
 
 from __future__ import annotations
@@ -60,32 +59,33 @@ from tests.tools.launch.cluster import rank_of
 from tests.tools.launch.test_cluster import LLAMA
 
 Row = tuple[str, str, str]
-"""A figure: its name, the figure with its unit, the aim."""
+"""A figure: its name, its value with the unit, and the aim."""
 
 _LINE = (
     "iteration {} | lm loss: 1.234567E+00 | grad norm: 0.123 | elapsed time (ms): 123.4"
 )
 _TIMEOUT_S = 300
 _TRAINING_TIMEOUT_S = 1800
-"""Time-out of a job that trains. On a busy machine, it starts in minutes rather than seconds."""
+"""Time-out for a training job. On a busy machine, it takes minutes to start, not seconds."""
 _FLAGS = f"{LLAMA}--train-iters 8 --use-dpp"
 _KEPT = f"{LLAMA}--hidden-dropout 0 --attention-dropout 0 --pipeline-schedule zb-h1 "
-"""A model whose next steps depend only on its checkpoint."""
+"""A model that, after a restart, depends only on its checkpoint."""
 _KILLED_AFTER = 5
 _KILLS_IN_A_RUN = 5
 _STEPS_BETWEEN_KILLS = 4
 _STEPS_AFTER_KILLS = 60
-"""Enough for the loss of a rank in reserve to be noticed before the job ends."""
+"""Enough for the job to notice that it lost a reserve rank before it ends."""
 _LONGEST_STEP_S = 0.3
 _RANKS_THAT_MAY_HANG = 1
-"""More ranks in reserve than kills: a rank that hangs in a recovery is lost too, and reported."""
+"""Reserve ranks beyond the number of kills. A rank that hangs in a recovery is also lost, and
+reported."""
 _TIMED_MODEL = (
     LLAMA.replace("--hidden-size 32 --ffn-hidden-size 88", "--hidden-size 256")
     .replace("--seq-length 16", "--seq-length 128")
     .replace("--max-position-embeddings 16", "--max-position-embeddings 128")
     .replace("--train-iters 3", "")
 )
-"""A model whose steps take long enough to show a cost of 1 %."""
+"""A model with steps long enough to show a cost of 1 %."""
 _TIMED_STEPS = 40
 _TIMED_RANKS = 2
 _STEPS_TO_SETTLE = 10
@@ -96,12 +96,12 @@ _PARTS = {
     "imports, groups, model, checkpoint": r"loaded .*(?:, going on from| at) iteration",
     "first step": r"iteration +\d+/",
 }
-"""The parts of a restart, and the log line that ends each. The first also gives the pause after
-it."""
+"""The parts of a restart and the log line that ends each part. The first line also contains the
+length of the pause that follows."""
 
 
 def command(directory: Path, hosts: str, *words: str) -> list[str]:
-    """Return the command that launches on these hosts; its hostfile is in the directory."""
+    """Return the command that launches on these hosts, with its hostfile in the directory."""
     (directory / "hosts").write_text(hosts)
     return [sys.executable, "-m", "megatron_ext", "launch", "--hostfile", str(directory / "hosts"),
             "--ssh-cmd", f"sh {sys.path[0]}/tests/tools/launch/fake_ssh.sh", *words]  # fmt: skip
@@ -111,9 +111,9 @@ def command(directory: Path, hosts: str, *words: str) -> list[str]:
 def start(
     directory: Path, argv: list[str], stderr: int, timeout_s: float = _TIMEOUT_S
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a launcher, or torchrun, with the files of its runs in this directory.
+    """Run a launcher or torchrun, with the files of its runs in this directory.
 
-    After the time-out it is stopped, which ends its output and everything that waits for it.
+    On a time-out, stop it, which ends its output and everything that waits for it.
     """
     environment = {
         **os.environ,
@@ -145,13 +145,13 @@ def start(
 
 
 def _spent_s() -> float:
-    """Return the processor time of all processes that this process has started and awaited."""
+    """Return the processor time of all processes that this process has started and waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def torchrun(directory: Path, rounds: int) -> list[Row]:
-    """Compare torchrun and the launcher with a script that does nothing."""
+    """Compare torchrun and the launcher, using a script that does nothing."""
     (directory / "nothing.py").write_text("")
     ways = {
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1",
@@ -210,7 +210,7 @@ def hosts(directory: Path, num_hosts: int) -> list[Row]:
 
 
 def lines(directory: Path, num_lines: int) -> list[Row]:
-    """Display lines that are printed faster than they can be displayed."""
+    """Display lines that arrive faster than they can be displayed."""
     code = f"import sys\nfor i in range({num_lines}): print({_LINE!r}.format(i))"
     argv = command(
         directory, "localhost", "--per-node", "--", sys.executable, "-c", code
@@ -222,7 +222,7 @@ def lines(directory: Path, num_lines: int) -> list[Row]:
         for _ in launcher.stdout:
             shown += 1
             if shown % (num_lines // 100) == 0:
-                with suppress(psutil.Error):  # the agent has just ended
+                with suppress(psutil.Error):  # the agent has just exited
                     process = psutil.Process(launcher.pid)
                     sizes_mib = [
                         child.memory_info().rss / 2**20 for child in process.children()
@@ -240,7 +240,7 @@ def lines(directory: Path, num_lines: int) -> list[Row]:
 
 
 def one_restart(directory: Path, flags: str) -> dict[str, float]:
-    """Run a job whose rank 1 is killed; return the seconds of each part."""
+    """Run a job, kill its rank 1, and return the seconds that each part takes."""
     saved = directory / "saved"
     flags = f"{flags} --save-interval 2 --save {saved} --load {saved}"
     argv = command(
@@ -273,14 +273,14 @@ def one_restart(directory: Path, flags: str) -> dict[str, float]:
                 seconds_by_part[part], last_s = now_s - last_s, now_s
                 if match.groups():
                     seconds_by_part[_PAUSE] = float(match[1])
-                    last_s += seconds_by_part[_PAUSE]  # counts only as the pause
+                    last_s += seconds_by_part[_PAUSE]  # counts towards the pause only
             return seconds_by_part
         finally:
             job.terminate()
 
 
 def restart(directory: Path, rounds: int) -> list[Row]:
-    """Return the median time of each part of a restart."""
+    """Return the median time for each part of a restart."""
     restarts = []
     for number in range(rounds):
         folder = directory / f"restart-{number}"
@@ -305,16 +305,16 @@ class Disturbed:
     back_after_s: list[float] = field(default_factory=list)
     """Time from each kill to the first step after the restart."""
     num_steps: int = 0
-    """Number of lines about steps, including repeated ones."""
+    """Number of logged steps, including repeated ones."""
 
 
 def _num_steps(num_kills: int) -> int:
-    """Return the number of steps of a run with this number of kills."""
+    """Return how many steps a run with this number of kills has."""
     return _STEPS_BETWEEN_KILLS * num_kills + _STEPS_AFTER_KILLS
 
 
 def _kept_job(directory: Path, wire: str, num_kills: int) -> list[str]:
-    """Return the command of a job that may lose this number of ranks."""
+    """Return the command for a job that can lose this number of ranks."""
     saved = directory / "saved"
     num_steps = _num_steps(num_kills)
     return [
@@ -327,9 +327,9 @@ def _kept_job(directory: Path, wire: str, num_kills: int) -> list[str]:
 
 
 def _cached_data(directory: Path) -> list[str]:
-    """Return the flags that cache the index of the data, as Megatron does for data in files.
+    """Return the flags that cache the data index, as Megatron does for data in files.
 
-    Otherwise, each start would take 1.3 s to build the index of the mock data again.
+    Otherwise, every start would spend 1.3 s on rebuilding the index of the mock data.
     """
     return ["--data-cache-path", str(directory.parent / "data")]
 
@@ -337,7 +337,7 @@ def _cached_data(directory: Path) -> list[str]:
 def _disturbed(
     directory: Path, wire: str, num_kills: int, draw: random.Random
 ) -> Disturbed:
-    """Train, and kill a rank every few steps, at a random moment."""
+    """Train and kill a rank every few steps, at a random moment."""
     directory.mkdir()
     run = Disturbed(directory / "saved")
     alive = list(range(2 + num_kills + _RANKS_THAT_MAY_HANG))
@@ -362,7 +362,7 @@ def _disturbed(
             run.num_steps += 1
             if killed_s is not None:
                 if not has_restarted:
-                    continue  # the last step that the others have completed
+                    continue  # the last step that the other ranks completed
                 run.back_after_s.append(time.monotonic() - killed_s)
                 print(
                     f"{wire}: kill {num_killed}: the next step came after "
@@ -372,7 +372,8 @@ def _disturbed(
                 killed_s = None
             is_due = int(step[1]) >= _STEPS_BETWEEN_KILLS * (num_killed + 1)
             if num_killed < num_kills and is_due:
-                # Longer than a step, so the moment is in any part of it, or in saving it.
+                # Longer than a step, so the kill may hit any part
+                # of a step or of saving it.
                 time.sleep(draw.uniform(0.0, _LONGEST_STEP_S))
                 rank = alive.pop(draw.randrange(len(alive)))
                 rank_of(job.pid, rank).kill()
@@ -386,7 +387,7 @@ def _disturbed(
 
 
 def _differ(folder: Path, reference_folder: Path) -> bool:
-    """Return whether the last checkpoints of two runs differ in any bit of a tensor."""
+    """Return whether the last checkpoints of two runs differ in any bit of any tensor."""
     tensors = saved_tensors(folder)
     references = saved_tensors(reference_folder)
     if tensors.keys() != references.keys():
@@ -395,7 +396,7 @@ def _differ(folder: Path, reference_folder: Path) -> bool:
 
 
 def _undisturbed(directory: Path, num_kills: int) -> Path:
-    """Train without kills for as many steps as with them; return the folder of the checkpoint."""
+    """Train without kills for as many steps as with kills, and return the checkpoint's folder."""
     directory.mkdir()
     argv = _kept_job(directory, "shm", num_kills)
     with start(directory, argv, subprocess.STDOUT, _TRAINING_TIMEOUT_S) as job:
@@ -406,7 +407,7 @@ def _undisturbed(directory: Path, num_kills: int) -> Path:
 
 
 def survive(directory: Path, num_kills: int) -> list[Row]:
-    """Return the cost of random kills by transport, and that of a restart of the whole job."""
+    """Return the cost of random kills for each transport, and that of restarting the whole job."""
     rows = []
     draw = random.Random(1)
     kills_in_a_run = min(_KILLS_IN_A_RUN, num_kills)
@@ -450,20 +451,20 @@ def survive(directory: Path, num_kills: int) -> list[Row]:
 
 @dataclass
 class StepCost:
-    """A step of a job, in milliseconds."""
+    """The cost of a job's step, in milliseconds."""
 
     step_ms: float
-    """Median of the steps."""
+    """Median step time."""
     beside_ms: float
-    """Mean processor time in a step of all threads but those that compute."""
+    """Mean processor time per step, over all threads except those that compute."""
 
 
 def _beside_ms(job: psutil.Process) -> float:
-    """Return the processor time so far of all threads but those that compute, in milliseconds."""
+    """Return the processor time used so far by all threads except those that compute, in ms."""
     beside_ns = 0
     main_threads_ns: list[int] = []
     for process in job.children(recursive=True):
-        # A process or a thread may end meanwhile.
+        # A process or a thread may exit in the meantime.
         with suppress(OSError, psutil.Error):
             for task in Path(f"/proc/{process.pid}/task").iterdir():
                 running_ns = int((task / "schedstat").read_text().split()[0])
@@ -471,13 +472,13 @@ def _beside_ms(job: psutil.Process) -> float:
                     main_threads_ns.append(running_ns)
                 else:
                     beside_ns += running_ns
-    # The main threads of the training ranks run for most of the time.
+    # The training ranks' main threads are the ones that run for the longest time.
     beside_ns += sum(sorted(main_threads_ns)[:-_TIMED_RANKS])
     return beside_ns / 1e6
 
 
 def _step_cost(directory: Path, *flags: str) -> StepCost:
-    """Return what a step of a job costs."""
+    """Return what a job's step costs."""
     directory.mkdir()
     saved = str(directory / "saved")
     argv = [
@@ -511,7 +512,7 @@ def _step_cost(directory: Path, *flags: str) -> StepCost:
 
 
 def kept(directory: Path, rounds: int) -> list[Row]:
-    """Return the cost of `--keep-going` in a step."""
+    """Return what `--keep-going` costs per step."""
     ratios = []
     shares = []
     for number in range(rounds):
@@ -530,9 +531,9 @@ def kept(directory: Path, rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measure and print the table of docs/launching.md."""
+    """Measure and print the table in docs/launching.md."""
     parser = options(__doc__, "one round, few hosts and lines")
-    # What each part runs: rounds, hosts, lines.
+    # How much each part runs: rounds, hosts or lines.
     parts = {
         torchrun: 5,
         hosts: 64,
@@ -542,7 +543,7 @@ def main() -> None:
         kept: 5,
     }
     names = [part.__name__ for part in parts]
-    parser.add_argument("what", nargs="+", choices=names, help="what is measured")
+    parser.add_argument("what", nargs="+", choices=names, help="what to measure")
     args = parser.parse_args()
     if args.quick:
         parts = {torchrun: 1, hosts: 4, lines: 10_000, restart: 1, survive: 2, kept: 1}

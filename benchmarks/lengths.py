@@ -1,24 +1,25 @@
-"""Gain of balancing by cost where samples differ in length, by simulation.
+"""Gain from balancing by cost if samples differ in length, by simulation.
 
     python benchmarks/lengths.py [--size PPxM ...] [--draws N] [--quick]
 
-A stage takes a*L + b*L^2 for each sample of a micro-batch, with the a and b of Llama 3 8B. All rows
-of a table get the same batches, so the same tokens and the same gradient. `step` is the time of the
-slowest replica, in forwards of the mean micro-batch on a rank, the median of the draws. `speed` is
-the tokens per second relative to Megatron's interleaved schedule in file order: median
-(lowest..highest). That schedule is represented by our table of the same order, which lacks the
-extra warm-up for overlapped messages, because messages take no time here. dynamic_order.py
-(`microbatch-0.5`) measures what runtime and messages add if micro-batches differ.
+A stage takes a*L + b*L^2 for each sample in a micro-batch, with Llama 3 8B's values of a and b. All
+rows of a table get the same batches, and therefore the same tokens and the same gradient. `step` is
+the slowest replica's time, in forwards of the mean micro-batch on a rank, as the median of the
+draws. `speed` is the tokens per second relative to Megatron's interleaved schedule in file order:
+median (lowest..highest). That schedule is represented by our table with the same order, which does
+not have the extra warm-up for overlapped messages, because messages take no time here.
+dynamic_order.py (`microbatch-0.5`) measures what the runtime and messages add if micro-batches
+differ.
 
 Lengths. General fine-tuning data: the mixture of Llama 3 (Grattafiori et al. 2024, arXiv
-2407.21783, table 7), which gives the share and the mean length of six kinds of examples. How
-lengths spread around these means is not published: log-normal with sigma 0.8, an assumption. Long
-instructions: LongAlign (Bai et al. 2024, arXiv 2401.18058) has examples of 8k to 64k tokens,
-LongMIT (Chen et al. 2024, https://github.com/WowCZ/LongMIT/issues/3) nearly uniform ones of 4k to
-128k. How many of them are among general data is an assumption too: 3 %, uniform over that range.
+2407.21783, table 7), which gives the share and the mean length of six kinds of examples. The spread
+around these means is not published, so we assume a log-normal distribution with sigma 0.8. Long
+instructions: LongAlign (Bai et al. 2024, arXiv 2401.18058) has examples with 8k to 64k tokens,
+LongMIT (Chen et al. 2024, https://github.com/WowCZ/LongMIT/issues/3) has nearly uniform lengths
+from 4k to 128k. Their share among general data is also an assumption: 3 %, uniform over that range.
 
 The last row is a bound that no assignment of samples to replicas and micro-batches, and no order,
-can beat. The cost of a length is computed from the model's operations, not measured.
+can beat. The cost per length is computed from the model's operations, not measured.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ _KINDS = (
     (21.19, 661.6),  # reasoning and tools
     (0.11, 38135.6),  # long context
 )
-"""Percentage of the examples, and their mean length in tokens."""
+"""Percentage of the examples and their mean length in tokens."""
 _SIGMA = 0.8
 _REPLICAS = 4
 """Number of pipelines that share a batch."""
 _LONG_SHARE = 0.03
 _COST = LengthCost.of_model(4096, 14336, gated=True, query_width=4096, key_width=1024)
-"""Cost of a layer of Llama 3 8B."""
+"""Cost of a Llama 3 8B layer."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,17 @@ class Workload:
 
     about: str
     max_tokens: int
-    """Tokens in a micro-batch; longer samples are cut."""
+    """Tokens per micro-batch. Longer samples are cut off."""
     long_range: tuple[int, int] | None = None
-    """Range of the lengths of long instructions, if any."""
+    """Range of lengths of long instructions, if there are any."""
 
     @property
     def attention(self) -> float:
-        """Cost of attention at the greatest length, relative to the other cost."""
+        """Cost of attention at the maximum length, relative to all other costs."""
         return _COST.quadratic * self.max_tokens / _COST.linear
 
     def packs(self, number: int, seed: int) -> list[list[int]]:
-        """Return the lengths of one global batch, which fills this many packs in file order."""
+        """Return the lengths in one global batch, which fills this many packs in file order."""
         return list(
             islice(packs_in_file_order(self._lengths(seed), self.max_tokens), number)
         )
@@ -116,10 +117,10 @@ class Way:
 
     system: Own
     packs: bool = False
-    """Whether replicas redistribute micro-batches (`--pipeline-balance pack`); otherwise they run
-    those they read."""
+    """Whether replicas redistribute micro-batches (`--pipeline-balance pack`). Otherwise, each runs
+    those that it reads."""
     orders: bool = False
-    """Whether micro-batches are ordered by cost; otherwise they stay in the order of their
+    """Whether micro-batches are ordered by cost. Otherwise, they stay in the order of their
     packs."""
 
 
@@ -133,11 +134,11 @@ WAYS = {
     "interleaved, pack and dynamic": Way(_DYNAMIC, packs=True, orders=True),
     "zb-v, pack": Way(ordered("zb-v, static"), packs=True, orders=True),
 }
-"""The others are compared with the first one."""
+"""The first one is what the others are compared with."""
 
 
 class Batch:
-    """One drawn global batch, distributed in all ways; processor times are this process's."""
+    """One drawn global batch, distributed in all ways. Processor times are for this process."""
 
     def __init__(
         self,
@@ -151,18 +152,18 @@ class Batch:
         packs = workload.packs(num_microbatches * num_replicas, seed)
         self.lengths = list(chain(*packs))
         costs = list(map(_COST.of_pack, packs))
-        # Replicas take turns to read one micro-batch each.
+        # Replicas take turns reading one micro-batch each.
         self._in_file = [costs[first::num_replicas] for first in range(num_replicas)]
         self._unit = sum(map(sum, self._in_file)) / (num_microbatches * num_replicas)
         begin_s = time.thread_time()
         shares = deal_out(costs, num_replicas, fills_of(_STATIC.placement(pp)))
         self.deal_s = time.thread_time() - begin_s
         self.order_s = 0.0
-        """Longest time to order one replica's micro-batches."""
+        """Longest time needed to order one replica's micro-batches."""
         self._packed = [[costs[number] for number in share] for share in shares]
 
     def rows(self, way: Way) -> list[tuple[float, ...]]:
-        """Return, by replica, the costs of its micro-batches in the order in which they run.
+        """Return, for each replica, the costs of its micro-batches in the order in which they run.
 
         The unit is the mean micro-batch in file order.
         """
@@ -181,7 +182,7 @@ class Batch:
         return rows
 
     def step(self, way: Way) -> float:
-        """Return the time of the slowest replica, in forwards of the mean micro-batch."""
+        """Return the slowest replica's time, in forwards of the mean micro-batch."""
         makespans = []
         for row in self.rows(way):
             costs = Costs(microbatch_scale=row)
@@ -197,7 +198,7 @@ class Batch:
 def text_of(
     name: str, batches: Sequence[Batch], steps: Mapping[str, Sequence[float]]
 ) -> str:
-    """Return all ways at one size and workload as a table, with its heading."""
+    """Return all ways at one size and workload as a table with a heading."""
     workload = WORKLOADS[name]
     reference = steps[UPSTREAM]
     rows = [("", "step", "speed")]
@@ -216,18 +217,19 @@ def text_of(
     return (
         f"{name} ({workload.about}): pp {batches[0].pp}, micro-batches of at most "
         f"{workload.max_tokens} tokens, attention at that length {workload.attention:.1f} of the "
-        f"rest, {samples:.0f} samples and {tokens:.0f} tokens in a batch\n{aligned(rows)}\n"
-        f"processor time: share out {deal_ms:.1f} ms, order {order_ms:.1f} ms\n"
+        f"rest, {samples:.0f} samples and {tokens:.0f} tokens in a "
+        f"batch\n{aligned(rows)}\nprocessor time: share out {deal_ms:.1f} ms, order {order_ms:.1f} "
+        "ms\n"
     )
 
 
 def main() -> None:
-    """Simulate and print."""
-    parser = options(__doc__, "one small size, as a test")
+    """Simulate and print the results."""
+    parser = options(__doc__, "only one small size, for a test")
     add = parser.add_argument
     add("--size", nargs="+", type=size, default=[(4, 16), (8, 32)], metavar="PPxM",
-        help="ranks of a pipeline and its micro-batches (default: 4x16 8x32)")  # fmt: skip
-    add("--draws", type=int, default=2, help="global batches of each size")
+        help="pipeline ranks and micro-batches (default: 4x16 8x32)")  # fmt: skip
+    add("--draws", type=int, default=2, help="number of global batches per size")
     args = parser.parse_args()
     names = list(WORKLOADS)
     if args.quick:

@@ -1,28 +1,29 @@
-"""The cost of this package beside the work: imports, patches, its executor, tables and traces.
+"""The cost of this package on top of the work: imports, patches, executor, tables and traces.
 
     python benchmarks/overhead.py WHAT ... [--quick]
 
-`imports`   the time that `import megatron_ext` adds to `import megatron.core`, each in a fresh
-            interpreter, in turn. On devices other than CUDA the patches keep Megatron from
-            compiling its fused functions, and so from importing torch's compiler, which takes
-            longer than all the rest: the fair baseline there is Megatron without it.
-`patches`   the calls of a training step that go through patch points while no feature is in use,
-            times what a point takes longer than a function that was put there by hand.
-`executor`  processor time of a step outside of Megatron's `forward_step` and `backward_step` (or,
-            for W, of the split), for each action, the best step: on one rank, which sends no
-            messages, and on two, where most actions receive or send one. Megatron's own loop is
-            measured alike.
-`tables`    processor time to generate, validate and simulate tables of 64 ranks and 1024
+`imports`   the time that `import megatron_ext` adds to `import megatron.core`, alternating, each in
+            a fresh interpreter. On devices other than CUDA, the patches keep Megatron from
+            compiling its fused functions and therefore from importing torch's compiler, which takes
+            longer than everything else. The fair baseline there is Megatron without the compiler.
+`patches`   the number of calls per training step that go through patch points while no feature is
+            in use, times how much longer a call through a point takes than one through a function
+            inserted by hand.
+`executor`  processor time per action that a step spends outside Megatron's `forward_step` and
+            `backward_step` (or, for W, outside the split), in the best step: on one rank, which
+            sends no messages, and on two, where most actions receive or send one. Megatron's own
+            loop is measured in the same way.
+`tables`    processor time to generate, validate and simulate tables for 64 ranks and 1024
             micro-batches.
-`tracing`   the median difference between a traced step and the one before it, on stages that sleep,
-            and the steps of all schedules as `plan --trace-dir` predicts them from the trace of
-            1f1b alone; then the time and the bytes of an event.
+`tracing`   the median difference between a traced step and the one before it, on sleeping stages,
+            and every schedule's step as `plan --trace-dir` predicts it from the trace of 1f1b
+            alone, followed by the time and the bytes per event.
 `digests`   processor time that `MEGATRON_EXT_DIGESTS` adds to a step of a GPT on two ranks: the
-            median of pairs of neighbouring steps, of which one records.
-`traces`    time and memory of `aggregate` and `report` on the traces of simulated steps: an
-            interleaved pipeline of 8 ranks, 8 hosts and 8 replicas, 100 iterations of 1000 spans on
-            a rank. If the headless browser of the report's tests is installed, it then opens the
-            report, and an empty page as the baseline.
+            median over pairs of consecutive steps, one of which records.
+`traces`    time and memory for `aggregate` and `report` on the traces of simulated steps: an
+            interleaved pipeline of 8 ranks, 8 hosts and 8 replicas, 100 iterations of 1000 spans
+            per rank. If the headless browser that the report's tests use is installed, it then
+            opens the report, and an empty page as the baseline.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from typing import Any
 
 sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
-)  # the ranks are those of the tests
+)  # ranks are started by the tests' launcher
 
 from benchmarks.harness import ranks
 from benchmarks.harness.command import machine, markdown, options
@@ -68,7 +69,7 @@ _IMPORTS = {
 
 
 def imports(quick: bool) -> str:
-    """Compare imports; their kinds alternate, so that other load affects all of them alike."""
+    """Compare imports. The kinds alternate, so other load affects all of them equally."""
     environment = {**os.environ, "PYTHONPATH": sys.path[0]}
     times_s: dict[str, list[float]] = {name: [] for name in _IMPORTS}
     for turn in range(2 if quick else 12):
@@ -81,7 +82,7 @@ def imports(quick: bool) -> str:
             printed = subprocess.check_output(
                 argv, env=environment, text=True, timeout=300
             )
-            if turn:  # the first run fills the caches of files and bytecode
+            if turn:  # the first run fills the file and bytecode caches
                 times_s[name].append(float(printed.split()[-1]))
     ours_s = times_s["megatron_ext and megatron.core"]
     rows = [
@@ -102,12 +103,12 @@ _MODEL = (
 
 
 def count_calls(flags: list[str]) -> list[tuple[int, float]]:
-    """Train as one rank; return, per step, the calls through patch points and the seconds."""
+    """Train as one rank and return, per step, the calls through patch points and the seconds."""
     import megatron_ext
     from megatron_ext import devices
     from megatron_ext.patches.registry import REGISTRY
 
-    devices.current()  # must come before Megatron is imported
+    devices.current()  # must precede the import of Megatron
     from megatron.training import training
 
     dispatch = REGISTRY._dispatch
@@ -136,7 +137,7 @@ def count_calls(flags: list[str]) -> list[tuple[int, float]]:
 
 
 def point_s() -> tuple[float, float]:
-    """Return the time of a call through a patch point, and through a function put in by hand."""
+    """Return the time of a call through a patch point and through a function inserted by hand."""
     import megatron_ext  # noqa: F401 - its registry is active
     from megatron_ext.patches.point import Patch, PatchPoint, Site
     from megatron_ext.patches.registry import REGISTRY
@@ -163,7 +164,7 @@ def point_s() -> tuple[float, float]:
 
 
 def patches(quick: bool) -> str:
-    """Compare the cost of patch points with the step of a small GPT on two stages."""
+    """Compare the cost of patch points with a step of a small GPT on two stages."""
     flags = [*_MODEL.split(), "--train-iters", "4" if quick else "30"]
     steps = run_ranks(2, count_calls, flags, timeout_s=300)[-1][2:]
     calls, step_s = (statistics.median(column) for column in zip(*steps, strict=True))
@@ -200,7 +201,7 @@ def executor(quick: bool) -> str:
 
 
 def tables(quick: bool) -> str:
-    """Generate, validate and simulate tables; take the best of three runs."""
+    """Generate, validate and simulate tables, and take the best of three runs."""
     pp, num_microbatches = (8, 32) if quick else (64, 1024)
     rows = []
     for name in ("interleaved", "1f1b", "zb-v"):
@@ -223,10 +224,10 @@ def tables(quick: bool) -> str:
 
 
 def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, float]]:
-    """Return pairs of this rank's step times: an untraced step, and the traced step after it.
+    """Return pairs of this rank's step times: an untraced step and the traced step after it.
 
-    Both are steps of the same run, so other load on the machine affects both alike. The trace goes
-    to `directory`; `sizes.steps` counts pairs.
+    Both steps belong to the same run, so other load on the machine affects them equally. The trace
+    is written to `directory`. `sizes.steps` is the number of pairs.
     """
     from megatron_ext.config.active import required
     from megatron_ext.tracing.session import Session, subscribe
@@ -234,11 +235,12 @@ def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, fl
     tracing = Tracing(interval=2, iterations=1, directory=directory)
     config = replace(system.config, tracing=tracing)
     step, probe = ranks.prepare(replace(system, config=config), sizes)
-    subscribe(required())  # the groups exist, but no runtime yet
+    subscribe(required())  # the groups exist, but the runtime does not yet
     [observer] = required().observers
     assert isinstance(observer, Session)
     times_s = []
-    # The first step of each two is traced. One extra step at the start makes pairs end with it.
+    # Every other step is traced, including the first. An extra step at the start makes
+    # each pair end with a traced one.
     for _ in range(2 * sizes.warmup + 1 + 2 * sizes.steps):
         probe.meet()
         begin_s = time.perf_counter()
@@ -253,7 +255,7 @@ def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, fl
 
 
 def event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, float]:
-    """Return how many seconds of processor time and bytes of file an event takes."""
+    """Return how many seconds of processor time and how many file bytes an event takes."""
     header = Header(0, 0, 0, 0, (1, 1, 1), 1, "host", "boot", 1, 1)
     recorder = Recorder(
         lambda: (directory, header, None),
@@ -275,14 +277,14 @@ def event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, 
         recorder.end_iteration()
         best_s = min(
             best_s, time.process_time() - begin_s
-        )  # includes writing its iteration
+        )  # includes writing the iteration
     recorder.close()
     [path] = directory.iterdir()
     return best_s / count, path.stat().st_size / (count * rounds)
 
 
 def tracing(quick: bool) -> str:
-    """Trace every second step of each schedule."""
+    """Trace every other step of each schedule."""
     from megatron_ext.tools.trace.aggregate import read_run
     from megatron_ext.tools.trace.forecast import predict
 
@@ -294,7 +296,7 @@ def tracing(quick: bool) -> str:
         for system in systems:
             folder = Path(scratch) / system.name
             by_rank = ranks.run(traced_s, system, sizes, folder, repeats=2)
-            # A step takes as long as on its slowest rank.
+            # The slowest rank determines the step time.
             steps = [[max(kind) for kind in zip(*rank_times, strict=True)]
                      for rank_times in zip(*by_rank, strict=True)]  # fmt: skip
             costs_by_system[system.name] = (
@@ -312,7 +314,7 @@ def tracing(quick: bool) -> str:
                      f"{1e3 * guess_s:.1f}", f"{100 * (guess_s / step_s - 1):.1f}"))  # fmt: skip
     head = (f"pp {pp}, {count} micro-batches, forward {forward_ms} ms, {pairs} pairs of steps",
             "step ms", "tracing %", "predicted ms", "off %")  # fmt: skip
-    text = f"an event: {1e6 * event_s:.1f} us of the processor, {event_bytes:.0f} bytes of the file"
+    text = f"an event: {1e6 * event_s:.1f} us of processor time, {event_bytes:.0f} file bytes"
     return f"{markdown(head, rows)}\n\n{text}"
 
 
@@ -323,7 +325,7 @@ subprocess.run(sys.argv[1:], stdout=sys.stderr, timeout=1200, check=True)
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(time.perf_counter() - begin_s, used.ru_utime + used.ru_stime, used.ru_maxrss)
 """
-"""Runs a command from a small process, because a fork of this process would start with its
+"""Runs a command from a small process, because a fork of this process would start out with its
 memory."""
 _DRAWN = """
 requestAnimationFrame(() => { document.body.dataset.drawn = 1; });
@@ -332,7 +334,7 @@ document.getElementById("data")?.remove();  // the browser prints the page: not 
 
 
 def opening_s(page: Path) -> float:
-    """Return how long a browser takes from its start until a page is drawn: the best of three."""
+    """Return the time from a browser's start until a page is drawn, as the best of three."""
     found_s = []
     for _ in range(3):
         begin_s = time.perf_counter()
@@ -342,7 +344,7 @@ def opening_s(page: Path) -> float:
 
 
 def traces(quick: bool) -> str:
-    """Aggregate the traces of a large run, and show them."""
+    """Aggregate a large run's traces and show them."""
     pp, replicas, count, iterations = (2, 2, 4, 2) if quick else (8, 8, 80, 100)
     rows = []
     with tempfile.TemporaryDirectory(prefix="megatron_ext_traces_") as scratch:
@@ -387,7 +389,7 @@ def traces(quick: bool) -> str:
 
 
 def digests(quick: bool) -> str:
-    """Measure how much recording digests adds to a step."""
+    """Measure how much time recording digests adds to a step."""
     hidden_size, num_pairs = (64, 3) if quick else (1024, 16)
     with tempfile.TemporaryDirectory() as folder:
         by_rank = run_ranks(
@@ -418,7 +420,7 @@ def digests(quick: bool) -> str:
 def _steps_with_digests(
     folder: str, hidden_size: int, num_pairs: int
 ) -> list[tuple[float, float]]:
-    """Train as one rank; return pairs of processor times: a step with digests, one without."""
+    """Train as one rank and return pairs of processor times per step, with and without digests."""
     from megatron_ext.config.active import required
     from megatron_ext.tracing.digest_files import VARIABLE
     from tests.tracing import recorded
@@ -438,7 +440,8 @@ def _steps_with_digests(
         [recorder] = observers
         for pair in range(num_pairs):
             times_s: dict[bool, float] = {}
-            # Every other pair starts with the step without digests, which cancels a steady drift.
+            # Every other pair starts with the step without digests,
+            # which cancels steady drift.
             for records in (True, False) if pair % 2 else (False, True):
                 observers.clear()
                 os.environ.pop(VARIABLE, None)
@@ -462,10 +465,8 @@ _PARTS = {
 
 def main() -> None:
     """Measure and print the tables."""
-    parser = options(__doc__, "small and few, as a test")
-    parser.add_argument(
-        "what", nargs="+", choices=list(_PARTS), help="what is measured"
-    )
+    parser = options(__doc__, "small and short, for a test")
+    parser.add_argument("what", nargs="+", choices=list(_PARTS), help="what to measure")
     args = parser.parse_args()
     ranks.clean_up_when_terminated()
     print(machine())
@@ -475,7 +476,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     from benchmarks import (
-        overhead,  # ranks find what they run by the name of its module
+        overhead,  # ranks look up what they run by its module's name
     )
 
     overhead.main()

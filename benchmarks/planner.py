@@ -1,21 +1,21 @@
-"""Forecasts of `megatron-ext plan` against steps and memory that others measured and published.
+"""Forecasts of `megatron-ext plan` compared with published measurements of step time and memory.
 
     python benchmarks/planner.py [--layouts] [--ranks [N]] [--json FILE]
     python benchmarks/planner.py --memory [--json FILE]
     python benchmarks/planner.py --measured [--json FILE]
     python benchmarks/planner.py --trained [--json FILE]
 
-`planner_rows.json` holds the rows: 43 of SimuMax v1.2 (docs/b200: time and allocated memory), and
-143 of the performance summary of Megatron-Bridge, 26.02 to 26.08 (throughput), with the flags, the
-recomputation and the layout of the recipes of that release (tags v0.3.0 to v0.6.0; v0.4.2 for
-26.04.01). `fitted` are half of the configurations of the latter, shuffled by `random.Random(0)`,
-all rows of a configuration on one side: they chose 29 rates of `hardware.py` and `layer_costs.py`.
+`planner_rows.json` contains the rows: 43 from SimuMax v1.2 (docs/b200: time and allocated memory)
+and 143 from Megatron-Bridge's performance summary, 26.02 to 26.08 (throughput), with the flags, the
+recomputation and the layout of that release's recipes (tags v0.3.0 to v0.6.0; v0.4.2 for 26.04.01).
+Half of the latter's configurations are `fitted`: shuffled by `random.Random(0)`, with all rows of a
+configuration on the same side, they determined 29 rates in `hardware.py` and `layer_costs.py`.
 
-`--layouts` also prints how evenly layouts that people wrote share the work, `--ranks` where the
-published layouts rank among all (half an hour). With `--memory` upstream's script trains here on
-CPU ranks, with `--measured` layouts run on sleeping stages, with `--trained` upstream's script
-trains on the emulated device; each takes about five minutes. docs/results-planning.md has what is
-printed, and what is left out of each comparison.
+`--layouts` also prints how evenly hand-written layouts divide the work, and `--ranks` prints where
+the published layouts rank among all layouts (half an hour). `--memory` runs upstream's training
+script on CPU ranks, `--measured` runs layouts on sleeping stages, and `--trained` runs upstream's
+script on the emulated device. Each takes about five minutes. docs/results-planning.md contains the
+output, and says what each comparison leaves out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 
 sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
-)  # the ranks are those of the tests
+)  # ranks are started by the tests' launcher
 
 from benchmarks.harness import ranks
 from benchmarks.harness.command import machine, markdown, options, write_json
@@ -60,10 +60,10 @@ from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks, train_here
 
 _ACCURACY = 0.05
-"""Mean error on rows that were not fitted: layouts that differ by less count as tied."""
+"""Mean error on the rows that were not fitted. Layouts that differ by less count as tied."""
 
 _STEPS = 3
-"""Steps measured per layout or training, after a warm-up step."""
+"""Number of measured steps per layout or training run, after a warm-up step."""
 _RANKS = 8
 """Number of ranks with sleeping stages."""
 _SLEEPING = (
@@ -72,10 +72,10 @@ _SLEEPING = (
     "--disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1408 "
     "--moe-layer-freq ([0]*6+[1]*24) --ffn-hidden-size 5632 --seq-length 4096"
 )
-"""Dense layers first, then layers with experts, and a vocabulary that costs as much as several
+"""Dense layers followed by layers with experts, and a vocabulary that costs as much as several
 layers."""
 _STEP_S = 1.0
-"""Approximate duration of a step of sleeping stages."""
+"""Approximate duration of a step with sleeping stages."""
 _MESSAGE_S = 250e-6
 """Time from the end of a sleep to the start of the next one on another rank, over shared memory."""
 _TRAINED_RANKS = 4
@@ -84,7 +84,7 @@ _TRAINED = (
     "--seq-length 128 --vocab-size 1000 --padded-vocab-size 1024 --transformer-impl local "
     "--make-vocab-size-divisible-by 512 --untie-embeddings-and-output-weights "
 )
-"""The loss of this model costs about as much as two layers."""
+"""This model's loss costs about as much as two layers."""
 _TRAINING = (
     "--micro-batch-size 1 --global-batch-size 8 --tokenizer-type NullTokenizer --mock-data "
     "--num-workers 0 --lr 1e-3 --eval-iters 0 --eval-interval 100 --hidden-dropout 0 "
@@ -94,10 +94,10 @@ _TRAINING = (
 _KERNELS = {
     "kernel_us": 20, "flops_per_us": 2500, "bytes_per_us": 600, "lag_us": 1e5, **ranks.DEVICE_COSTS
 }  # fmt: skip
-"""A forward of a layer takes about 15 ms. Kernels do not use the processor, so a few cores can run
+"""A layer's forward takes about 15 ms. Kernels do not use the processor, so a few cores can run
 many ranks at once."""
 _SIMUMAX_GEMM = 0.460
-"""Share of peak speed that bf16 matrix products reach on SimuMax's B200, fitted to its rows; its
+"""Share of peak speed that bf16 matrix products reach on SimuMax's B200, fitted to its rows. Its
 micro-benchmarks show 0.49."""
 
 ROWS = Path(__file__).with_suffix("").with_name("planner_rows.json")
@@ -107,9 +107,9 @@ def question_of(row: dict[str, Any], flags: str, techniques: str | None) -> Ques
     """Return the planner's question for a row, with all sizes fixed.
 
     Args:
-        row: A row of the file.
+        row: A row from the file.
         flags: Megatron's flags for the row's model.
-        techniques: Flags for the row's techniques; None: Megatron's defaults.
+        techniques: Flags for the row's techniques, or None for Megatron's defaults.
     """
     model = sizes_of_flags(flags.split(), row["model"])
     count, device = parse_devices(row["devices"])
@@ -125,12 +125,13 @@ def question_of(row: dict[str, Any], flags: str, techniques: str | None) -> Ques
     plain = Techniques(precision=row["precision"])
     if techniques is not None:
         plain = techniques_of_flags(techniques.split(), row["precision"])
-    if plain.graphs == "auto":  # as in these recipes
+    if plain.graphs == "auto":  # as these recipes do
         plain = replace(plain, graphs="layers")
     fixed["pairs"] = plain.overlaps_experts
     return Question(
         model=model,
-        # No memory limit: some recipes also shard the weights, or keep activations on the host.
+        # No memory limit, because some recipes also shard the weights or offload
+        # activations to the host.
         device=replace(device, memory_gib=1e6),
         num_devices=count,
         global_batch=row["global_batch"],
@@ -171,7 +172,7 @@ def measured(*, asks_for_recipes: bool = True) -> list[Measured]:
 
 
 def summary(errors: Sequence[float]) -> tuple[str, str]:
-    """Return the mean and the largest absolute error in percent; dashes if there are none."""
+    """Return the mean and the largest absolute error in percent, or dashes if there are none."""
     sizes = [100 * abs(error) for error in errors]
     return (
         (f"{statistics.mean(sizes):.1f}", f"{max(sizes):.1f}") if sizes else ("-", "-")
@@ -181,10 +182,10 @@ def summary(errors: Sequence[float]) -> tuple[str, str]:
 def grouped(
     rows: Sequence[tuple[Sequence[str], Sequence[float | None]]],
 ) -> Iterator[tuple[str, list[list[float]]]]:
-    """Yield each name, and "all", with the errors of its rows by kind.
+    """Yield every name, and "all", with the errors of its rows by kind.
 
     Args:
-        rows: For each row: its names, and its error of each kind, or None.
+        rows: For each row, its names and its errors by kind, which may be None.
     """
     names = dict.fromkeys(
         name for kind in zip(*(row[0] for row in rows), strict=True) for name in kind
@@ -203,10 +204,10 @@ def grouped(
 
 
 def by_hand() -> list[tuple[str, int, str, float, float]]:
-    """Return model, ranks, hand-written layout, its largest share of the work, and ours.
+    """Return model, ranks, hand-written layout, its largest share of the work, and our layout's.
 
-    Shares are computed from the planner's costs on an H100 and multiplied by the number of ranks,
-    so 1 means even.
+    Shares are based on the planner's costs for an H100 and multiplied by the number of ranks, so 1
+    means an even division.
     """
     data = json.loads(ROWS.read_text(encoding="utf-8"))
     device = parse_devices("1xh100")[1]
@@ -236,7 +237,7 @@ def by_hand() -> list[tuple[str, int, str, float, float]]:
 
 
 def slowed() -> tuple[Question, float]:
-    """Return the planned job, and how many times slower than an H100 its stages sleep."""
+    """Return the planned job, and how many times slower its sleeping stages are than an H100."""
     job = Question(
         model=sizes_of_flags(_SLEEPING.split(), "30 layers"),
         device=DEVICES["h100"],
@@ -253,7 +254,7 @@ def slowed() -> tuple[Question, float]:
 
 
 def layouts(job: Question) -> Iterator[Layout]:
-    """Yield every layout on half and on all ranks, with two micro-batch sizes, and its cut."""
+    """Yield every layout on half and on all of the ranks, with two micro-batch sizes."""
     for pp in (_RANKS // 2, _RANKS):
         for micro_batch in (1, 2):
             for chunks in (1, 2, 3, 4):
@@ -265,32 +266,32 @@ def layouts(job: Question) -> Iterator[Layout]:
                 }
                 plans = search(replace(job, fixed=fixed), keep=1000).plans
                 yield from plans
-                if chunks == 1:  # the planner uses gpipe only if it is named
+                if chunks == 1:  # the planner only uses gpipe if asked to
                     plan = forecast(job, plans[0].sizes, "gpipe", 1)
                     assert plan is not None
                     yield plan
 
 
 def name_of(plan: Layout) -> str:
-    """Return the schedule of a layout and its chunks."""
+    """Return a layout's schedule and chunks."""
     return plan.schedule if plan.chunks == 1 else f"{plan.schedule} x{plan.chunks}"
 
 
 @dataclass(frozen=True)
 class _CutTimes(OpTimes):
-    """Times of the stages of a cut."""
+    """Times for the stages of a cut."""
 
     stages: tuple[dict[Kind, float], ...] = ()
-    """By stage: seconds per kind of action."""
+    """Seconds per kind of action, by stage."""
 
     def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
         return self.stages[stage][kind]
 
 
 def sleeping_s(plan: Layout, factor: float) -> float:
-    """Return the median step time of a layout, converted to seconds on an H100.
+    """Return a layout's median step time, converted to seconds on an H100.
 
-    The stages sleep `factor` times as long. Replicas of the pipeline run at the same time.
+    The stages sleep `factor` times as long. Replicas of the pipeline run concurrently.
     """
     stages: list[dict[Kind, float]] = []
     for part in stage_parts(plan):
@@ -317,7 +318,7 @@ def sleeping_s(plan: Layout, factor: float) -> float:
 def chosen(
     rows: Sequence[dict[str, Any]],
 ) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Return the layout with the shortest forecast, the fastest one, and how far that is ahead."""
+    """Return the layout with the shortest forecast, the fastest one, and how far apart they are."""
     first = min(rows, key=lambda row: row["forecast_s"])
     fastest = min(rows, key=lambda row: row["measured_s"])
     behind = 100 * (first["measured_s"] / fastest["measured_s"] - 1)
@@ -325,7 +326,7 @@ def chosen(
 
 
 def run_layouts() -> list[dict[str, Any]]:
-    """Run the layouts on sleeping stages; print their forecasts by schedule, and the choice."""
+    """Run the layouts on sleeping stages, and print their forecasts by schedule and the choice."""
     job, factor = slowed()
     rows: list[dict[str, Any]] = []
     for plan in layouts(job):
@@ -350,7 +351,7 @@ def run_layouts() -> list[dict[str, Any]]:
     first, fastest, behind = chosen(rows)
     slowest_s = max(row["measured_s"] for row in rows)
     print(
-        f"\nThe planner takes {first['name']} on {first['pp']} ranks, {behind} "
+        f"\nThe planner chooses {first['name']} on {first['pp']} ranks, {behind} "
         f"({fastest['name']} on {fastest['pp']}); the slowest takes "
         f"{slowest_s / fastest['measured_s']:.1f} times as long."
     )
@@ -358,7 +359,7 @@ def run_layouts() -> list[dict[str, Any]]:
 
 
 def run_trainings() -> list[dict[str, Any]]:
-    """Trace one schedule, train with all on the emulated device, and print them by forecast."""
+    """Trace one schedule, train with all on the emulated device, and print the forecasts."""
     print(machine())
     with tempfile.TemporaryDirectory(prefix="megatron_ext_trained_") as scratch:
         rows: list[dict[str, Any]] = [
@@ -387,19 +388,19 @@ def run_trainings() -> list[dict[str, Any]]:
     for command, [errors] in list(grouped(off))[:-1]:
         mean, worst = summary(errors)
         print(
-            f"\n`{command}`: {len(errors)} rows, off {mean} % in the mean, {worst} at worst"
+            f"\n`{command}`: {len(errors)} rows, off by {mean} % on average and {worst} % at worst"
         )
     first, fastest, behind = chosen(rows)
     print(
-        f"\nThe shortest by forecast is {first['schedule']}, {behind} ({fastest['schedule']})."
+        f"\nThe shortest forecast is that of {first['schedule']}, {behind} ({fastest['schedule']})."
     )
     return rows
 
 
 def trainings(scratch: Path) -> Iterator[tuple[str, str, float, float]]:
-    """Yield, per training: the forecasting command, the schedule, forecast and measured time.
+    """Yield each training run's forecasting command, schedule, forecast and measured time.
 
-    The times for `plan --devices` cover only the pipeline, the others whole steps.
+    The times for `plan --devices` cover only the pipeline. The others cover whole steps.
     """
     train(f"--pipeline-schedule zb-h1 --trace --trace-interval 1 --trace-dir {scratch}")
     model = sizes_of_flags(_TRAINED.split(), "16 layers")
@@ -464,12 +465,12 @@ def train(flags: str) -> tuple[float, float]:
 
 
 def time_training(argv: list[str]) -> list[tuple[float, float]]:
-    """Train as one rank; return, per step, the device's seconds and the pipeline's seconds."""
+    """Train as one rank and return, per step, the device's and the pipeline's seconds."""
     import torch
 
     from megatron_ext import devices
 
-    device = devices.current()  # before Megatron is imported
+    device = devices.current()  # must precede the import of Megatron
     from megatron.training import training
 
     def timed(call: Any, into: list[float]) -> Any:
@@ -500,7 +501,7 @@ def time_training(argv: list[str]) -> list[tuple[float, float]]:
 
 
 def run_models() -> list[dict[str, Any]]:
-    """Train each model to measure memory; print errors by model, parallelism and schedule."""
+    """Train each model to measure memory, and print errors by model, parallelism and schedule."""
     from tests.planning import model_memory  # imports Megatron and torch
 
     rows = []
@@ -523,11 +524,12 @@ def run_models() -> list[dict[str, Any]]:
 
 
 def places(most_devices: int) -> list[tuple[int | None, float]]:
-    """Return, for each Megatron-Bridge configuration, how its layout compares with all others.
+    """Return how the layout of each Megatron-Bridge configuration compares with all others.
 
     Only sizes are compared: tp, pp, cp, ep and micro-batch. The first value is the position among
-    the sizes of the best 30 layouts, or None. The second is how much longer the best layout of
-    these sizes takes than the best of all, as a fraction; infinite: it does not fit by forecast.
+    the sizes of the best 30 layouts, or None. The second is how much longer the best layout with
+    these sizes takes than the best of all, as a fraction, or infinity if it does not fit by
+    forecast.
     """
     data = json.loads(ROWS.read_text(encoding="utf-8"))
     comparisons: list[tuple[int | None, float]] = []
@@ -572,7 +574,7 @@ def places(most_devices: int) -> list[tuple[int | None, float]]:
 
 
 def print_errors(rows: Sequence[Measured], plain: Sequence[Measured]) -> None:
-    """Print errors of time and memory by source and model; `plain` are the rows without flags."""
+    """Print time and memory errors by source and model. `plain` contains the rows without flags."""
     simumax = [
         (error, memory) for row, _, error, memory in rows if row["source"] == "SimuMax"
     ]
@@ -603,24 +605,24 @@ def print_errors(rows: Sequence[Measured], plain: Sequence[Measured]) -> None:
     print(markdown(head, lines))
     mean, _ = summary(errors_without_flags)
     print(
-        f"\nWithout flags, the mean over all {len(errors_without_flags)} rows is {mean} %."
+        f"\nWithout flags, the mean error over all {len(errors_without_flags)} rows is {mean} %."
     )
 
 
 def main(words: Sequence[str] = ()) -> None:
-    """Print the tables of docs/results-planning.md."""
+    """Print the tables in docs/results-planning.md."""
     parser = options(__doc__, figures=True)
     parser.add_argument(
         "--layouts",
         action="store_true",
-        help="also layouts made by hand, the worst of each model",
+        help="also print hand-written layouts: the worst one for each model",
     )
     parser.add_argument(
         "--ranks", type=int, nargs="?", const=1_000_000, default=0, metavar="N",
-        help="where the published layouts rank, of configurations of up to N devices",
+        help="where the published layouts rank, for configurations with up to N devices",
     )  # fmt: skip
     parser.add_argument(
-        "--memory", action="store_true", help="train on CPU ranks, for memory"
+        "--memory", action="store_true", help="train on CPU ranks to measure memory"
     )
     parser.add_argument(
         "--measured", action="store_true", help="run layouts on sleeping stages"
@@ -674,12 +676,12 @@ def main(words: Sequence[str] = ()) -> None:
         tied = sum(behind <= _ACCURACY for _, behind in comparisons)
         large = sum(behind == math.inf for _, behind in comparisons)
         print(
-            f"\n{first} of {len(comparisons)} published layouts rank in the first five; {tied} are "
+            f"\n{first} of {len(comparisons)} published layouts rank in the top five; {tied} are "
             f"within {100 * _ACCURACY:g} % of the first by forecast, {large} do not fit by forecast"
         )
 
 
 if __name__ == "__main__":
-    from benchmarks import planner  # ranks find what they run by the name of its module
+    from benchmarks import planner  # ranks look up what they run by its module's name
 
     planner.main(sys.argv[1:])

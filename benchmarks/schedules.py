@@ -1,21 +1,21 @@
-"""Pipeline schedules and runtimes side by side, on emulated stages, or on an emulated device.
+"""Pipeline schedules and runtimes side by side, on emulated stages or on an emulated device.
 
     python benchmarks/schedules.py [--pp P ...] [--microbatches M] [--forward-ms T] [--steps N]
         [--only TEXT ...] [--json FILE] [--quick]
     python benchmarks/schedules.py --device [--scenario NAME ...] [--repetitions N] ...
 
-Every system runs the same model in real processes with real messages; stages emulate computation by
-sleeping. With several sizes, all systems run at the first size; the other sizes leave out this
-package's schedules over gloo, unless `--only` selects some. This takes 15 minutes. `--device` uses
-the emulated device of the tests (tests/fake_musa/README.md), which runs behind its host and needs a
-C++ compiler; it takes three minutes. docs/results-schedules.md and docs/results-devices.md explain
-the columns.
+Every system runs the same model in real processes with real messages, and stages emulate
+computation by sleeping. With several sizes, all systems run at the first size, and the other sizes
+skip this package's schedules over gloo, unless `--only` selects some. The run takes 15 minutes.
+`--device` uses the tests' emulated device (tests/fake_musa/README.md), which runs behind its host
+and needs a C++ compiler; this takes three minutes. docs/results-schedules.md and
+docs/results-devices.md explain the columns.
 
-With `--scenario` ops take random times, and each of the `--steps` is a different draw, the same for
-all systems. With `--repetitions` the shortest time of each draw counts, since other load only adds
-time. `dynamic_order.py` compares orders in this way.
+With `--scenario`, ops take random times, and each of the `--steps` is a different draw, which is
+the same for all systems. With `--repetitions`, only the shortest time of each draw counts, because
+other load only adds time. `dynamic_order.py` compares orders this way.
 
-Sleeping ops show nothing about kernels, memory bandwidth or collectives that share a GPU with them.
+Sleeping ops say nothing about kernels, memory bandwidth, or collectives that share a GPU with them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
-)  # the ranks are those of the tests
+)  # ranks are started by the tests' launcher
 
 from benchmarks.harness import ranks
 from benchmarks.harness.command import chosen, options, write_json
@@ -45,22 +45,35 @@ _QUICK = ("megatron-core 1F1B", "gloo: 1f1b", "communicator: 1f1b", "ipc: 1f1b")
 
 
 def main() -> int:
-    """Measure and print; return 1 if a system failed."""
+    """Measure, print the results, and return 1 if a system failed."""
     parser = options(
-        __doc__, "few systems, few and short actions", only=True, figures=True
+        __doc__,
+        "only a few systems, with few and short actions",
+        only=True,
+        figures=True,
     )
     add = parser.add_argument
     add(
         "--device",
         action="store_true",
-        help="on the emulated device, which is behind its host",
+        help="use the emulated device, which runs behind its host",
     )
-    add("--pp", type=int, nargs="+", help="ranks of the pipeline (default: 4 8, or 4)")
-    add("--microbatches", type=int, help="in one step; default: 4 for each rank")
-    add("--steps", type=int, default=4, help="measured steps, after two others")
-    add("--repetitions", type=int, default=1, help="of all steps")
-    add("--forward-ms", type=float, help="forward of 1/pp of the model; either gradient takes as "
-        "long; default: 160/pp, or 10")  # fmt: skip
+    add(
+        "--pp",
+        type=int,
+        nargs="+",
+        help="pipeline ranks (default: 4 8, or 4 with --device)",
+    )
+    add("--microbatches", type=int, help="micro-batches per step (default: 4 per rank)")
+    add(
+        "--steps",
+        type=int,
+        default=4,
+        help="number of measured steps, after two warm-up steps",
+    )
+    add("--repetitions", type=int, default=1, help="repetitions of all steps")
+    add("--forward-ms", type=float, help="forward of 1/pp of the model; each gradient takes the "
+        "same time (default: 160/pp, or 10 with --device)")  # fmt: skip
     add("--scenario", nargs="+", choices=list(SCENARIOS), metavar="NAME",
         help=f"disturb ops: {', '.join(SCENARIOS)}")  # fmt: skip
     args = parser.parse_args()
@@ -98,13 +111,13 @@ def main() -> int:
 
 
 def _scenarios(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
-    """Return the scenarios to run; with `--quick` also make everything else small."""
+    """Return the scenarios to run. With `--quick`, also make everything else small."""
     scenarios = args.scenario or ["quiet"]
     if args.device and args.scenario is None:
         scenarios = ["quiet", "jitter-0.3"]
     if args.device and any(SCENARIOS[name].delays_messages for name in scenarios):
         parser.error(
-            "messages of the device are not late; give a scenario that disturbs ops"
+            "the device's messages are never late; choose a scenario that disturbs ops"
         )
     if args.quick:
         args.pp, args.microbatches, args.forward_ms, args.steps = [2], 4, 2.0, 1
@@ -113,7 +126,7 @@ def _scenarios(parser: argparse.ArgumentParser, args: argparse.Namespace) -> lis
 
 
 def _sizes(args: argparse.Namespace, pp: int) -> Sizes:
-    """Return the sizes of a measurement with `pp` ranks."""
+    """Return the sizes for a measurement with `pp` ranks."""
     default_ms = 10 if args.device else 160 / pp
     forward_ms = args.forward_ms or default_ms
     warmup = 1 if args.quick else 2
@@ -127,7 +140,7 @@ def _is_over_gloo(system: System) -> bool:
 def _scenarios_of(
     system: System, scenarios: list[str], *, on_device: bool
 ) -> list[str]:
-    """Return the scenarios of a system: on a device, only for dynamic orders and their table."""
+    """Return a system's scenarios. On a device, only dynamic orders and their table have them."""
     varies = isinstance(system, Own) and (system.config.dynamic or system.splits)
     return scenarios if varies or not on_device else ["quiet"]
 

@@ -1,20 +1,22 @@
-"""Schedules in slices of a sequence beside those of whole micro-batches, in time and memory.
+"""Time and memory of schedules with sequence slices, compared with whole micro-batches.
 
     python benchmarks/slices.py [--slice-ms T] [--parts PART ...] [--quick]
 
-Without options it takes about eight minutes on two cores. Its parts:
+Without options, this takes about eight minutes on two cores. Parts:
 
 `schedules`: stages sleep, while processes and messages are real, as in `schedules.py`, which has
-the same columns. If attention has a share of a forward, slices are cut to equal cost. Below a table
-is the executor's processor time between two actions, including messages but not waits for a core.
+the same columns. If attention takes up a share of a forward, slices are cut to equal cost. Below
+each table is the executor's processor time between two actions, which includes messages but not
+waiting for a core.
 
-`memory`: one step of a GPT on CPU ranks with 4096 tokens, one layer per rank, and recomputed
-attention. It shows the peak of what autograd keeps, relative to one whole micro-batch, next to the
-table's peak, which also bounds a dynamic order.
+`memory`: one step of a GPT on CPU ranks, with 4096 tokens, one layer per rank, and recomputed
+attention. Prints the peak of what autograd keeps, relative to one whole micro-batch, next to the
+table's peak, which is also a bound for dynamic orders.
 
-`keys`: keys and values of one layer and one sample, written to the buffer that later slices read,
-and appended to a copy of those of all earlier slices, in turn. It shows the bytes that both write
-in forwards and backwards, what autograd keeps, and the ratio of their times, without attention.
+`keys`: two ways of handling one layer's keys and values for one sample, in alternation: writing
+them to the buffer that later slices read, and appending them to a copy of all earlier slices' ones.
+Prints the bytes that each way writes in forwards and backwards, what autograd keeps, and the ratio
+of their times, without attention.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
-)  # the ranks are those of the tests
+)  # ranks are started by the tests' launcher
 
 from benchmarks.harness import ranks
 from benchmarks.harness.command import machine, options
@@ -35,7 +37,7 @@ from megatron_ext.tools.text_table import aligned
 
 _PARTS = ("schedules", "memory", "keys")
 _LENGTH = 4 * SEQUENCE_LENGTH
-"""Tokens per sample of real models."""
+"""Tokens per sample, for real models."""
 _SLICES = (1, 4, 8, 16)
 _ATTENTION = (0.3, 0.6)
 _FORWARD_MS = 80.0
@@ -60,7 +62,7 @@ def systems() -> list[System]:
 
 
 def executors_own(pp: int, num_microbatches: int) -> str:
-    """Return the processor time between actions, with whole micro-batches and with most slices."""
+    """Return the processor time between actions, with whole micro-batches and the most slices."""
     figures = []
     for cut in (_SLICES[0], _SLICES[-1]):
         # Ops may be short, because their own time does not count.
@@ -72,7 +74,7 @@ def executors_own(pp: int, num_microbatches: int) -> str:
 
 def memory_of_a_model(length: int, slices: int) -> str:
     """Return a table of what a real model keeps, next to the schedule's figures."""
-    from tests.planning.model_memory import HIDDEN, sliced  # with Megatron, torch
+    from tests.planning.model_memory import HIDDEN, sliced  # imports Megatron and torch
 
     pp, num_microbatches = 4, 4
     one_microbatch = sliced("1f1b", pp, 1, 1, length)
@@ -104,11 +106,11 @@ def memory_of_a_model(length: int, slices: int) -> str:
 
 
 def main() -> int:
-    """Measure and print; return 1 if a system failed."""
-    parser = options(__doc__, "one small size, short actions")
+    """Measure, print the results, and return 1 if a system failed."""
+    parser = options(__doc__, "only one small size, with short actions")
     add = parser.add_argument
     add("--slice-ms", type=float, default=25,
-        help="forward of the shortest slice: the whole one is longer if it has to be")  # fmt: skip
+        help="minimum forward per slice; the whole forward is lengthened if needed")  # fmt: skip
     add("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     args = parser.parse_args()
     at_sizes = [(4, 4), (4, 8), (8, 16)]
@@ -133,15 +135,17 @@ def main() -> int:
     if "memory" in args.parts:
         print(f"{memory_of_a_model(_LENGTH, 8)}\n", flush=True)
     if "keys" in args.parts:
-        from benchmarks.harness.slice_keys import compare_ways  # with Megatron, torch
+        from benchmarks.harness.slice_keys import (
+            compare_ways,
+        )  # imports Megatron and torch
 
         print(
             f"{compare_ways(_LENGTH if args.quick else 2 * _LENGTH, _SLICES[1:])}\n",
             flush=True,
         )
     print(
-        f"forward {forward_ms:g} ms, of a slice at least {args.slice_ms:g} ms, median of two "
-        f"steps; {machine()}"
+        f"forward {forward_ms:g} ms, at least {args.slice_ms:g} ms per slice, median of two steps; "
+        f"{machine()}"
     )
     return report_failures(measured)
 

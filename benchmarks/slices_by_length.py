@@ -1,24 +1,23 @@
-"""Slices by length beside whole bins, for long-tailed lengths.
+"""Slices by length compared with whole bins, for long-tailed lengths.
 
     python benchmarks/slices_by_length.py [--draws N] [--parts PART ...] [--quick]
 
-Whole: samples are packed into bins of the longest (first fit, longest first), as packed training
-does. By length: samples of more than T tokens are cut into slices, and the others are packed into
-bins of T. Its parts:
+Whole: samples are packed into bins the size of the longest one (first fit, longest first), as in
+packed training. By length: samples with more than T tokens are cut into slices, and the others are
+packed into bins of T tokens. Parts:
 
-`simulated`: tables of 8 ranks, by exact durations. Each draw has 128 samples, the longest of
-131,072 tokens; attention costs half as much as everything else there. A step is given relative to
-the work of a rank without any bubble, the peak of activations in longest samples on 1/8 of the
-model. The last column is the processor time that a rank needs for the table of a step and its
-messages.
+`simulated`: tables for 8 ranks, with exact durations. Each draw has 128 samples. The longest has
+131,072 tokens, at which attention costs half as much as everything else. Steps are relative to a
+rank's work without any bubble, and peak activations are in units of the longest sample on 1/8 of
+the model. The last column is the processor time that a rank needs for a step's table and messages.
 
-`sleeping`: the same draws on 8 real processes whose stages sleep, as in `schedules.py`, with T as
-`--pipeline-slice-tokens auto` chooses it; about 12 minutes. Steps are given without the time for
-their tables, which 8 ranks make on few cores here, and with it.
+`sleeping`: the same draws on 8 real processes with sleeping stages, as in `schedules.py`, with T as
+chosen by `--pipeline-slice-tokens auto`; about 12 minutes. Steps are given both without and with
+the time for their tables, which 8 ranks make on only a few cores here.
 
-`model`: a GPT of 4 layers on 2 CPU ranks, with samples of up to 2048 tokens; about five minutes.
-One run has Megatron's own 1F1B with bins, zb-h1 with bins in balanced order, and zb-h1 in slices,
-in turn. It shows the ratios of their times, by draw.
+`model`: a 4-layer GPT on 2 CPU ranks, with samples of up to 2048 tokens; about five minutes. One
+run alternates between Megatron's own 1F1B with bins, zb-h1 with bins in balanced order, and sliced
+zb-h1, and prints the ratios of their times for the same draws.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ import torch
 
 sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
-)  # the ranks are those of the tests
+)  # ranks are started by the tests' launcher
 
 from benchmarks.harness.command import machine
 from benchmarks.harness.length_steps import LengthStep, measure
@@ -79,9 +78,9 @@ ENDS = PipelineEnds.of_shapes(
 
 _PARTS = ("simulated", "sleeping", "model")
 _FORWARD_S = 0.8
-"""Sleep for the longest sample on a rank of `sleeping`."""
+"""How long a rank in `sleeping` sleeps for the longest sample."""
 _LIMIT_S = 900.0
-"""Longest time of one system on real processes."""
+"""Time limit for one system on real processes."""
 _MODEL_LONGEST = 2048
 _MODEL_SAMPLES = 24
 _MODEL_DRAWS = 4
@@ -89,20 +88,20 @@ _MODEL_ROUNDS = 2
 
 
 class Figures(NamedTuple):
-    """A step of one draw."""
+    """One draw's step."""
 
     step: float
-    """Relative to the work of a rank."""
+    """Relative to a rank's work."""
     peak: float
-    """In longest samples on 1/8 of the model."""
+    """In units of the longest sample on 1/8 of the model."""
     table_s: float
-    """Processor time of a rank for the table and its messages."""
+    """A rank's processor time for the table and its messages."""
 
 
 def draw(
     seed: int, samples: int = SAMPLES, longest: int = LONGEST, mean: int = MEAN
 ) -> list[int]:
-    """Return the lengths of one step, log-normal and cut at the longest."""
+    """Return one step's lengths, drawn from a truncated log-normal distribution."""
     lognormal = random.Random(seed).lognormvariate
     lengths: list[int] = []
     while len(lengths) < samples:
@@ -114,7 +113,7 @@ def draw(
 
 
 def bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the samples of each bin, packed by first fit, longest first."""
+    """Return the samples in each bin, packed first fit, longest first."""
     packs: list[list[int]] = []
     for length in sorted(lengths, reverse=True):
         for pack in packs:
@@ -127,7 +126,7 @@ def bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def measured(name: str, packs: Sequence[Sequence[int]], slice_tokens: int) -> Figures:
-    """Return the figures of micro-batches with these samples, in slices of so many tokens."""
+    """Return the figures for micro-batches with these samples, in slices of that many tokens."""
     costs_of_packs = [LENGTH_COST.of_pack(pack) for pack in packs]
     tokens_of_slices, scale = [], []
     for place in rising(costs_of_packs):
@@ -152,14 +151,14 @@ def measured(name: str, packs: Sequence[Sequence[int]], slice_tokens: int) -> Fi
 
 
 def packs_by_length(lengths: Sequence[int], slice_tokens: int) -> list[list[int]]:
-    """Return the samples of each micro-batch: long ones alone, and short ones in bins."""
+    """Return the samples of each micro-batch: long ones alone, short ones in bins."""
     packs = [[length] for length in lengths if length > slice_tokens]
     short_lengths = [length for length in lengths if length <= slice_tokens]
     return packs + bins(short_lengths, slice_tokens)
 
 
 def simulated(draws: Sequence[Sequence[int]]) -> None:
-    """Print the figures of tables."""
+    """Print the tables' figures."""
     systems: dict[str, list[Figures]] = {}
     for name in ("1f1b", "zb-h1"):
         figures = [measured(name, bins(lengths, LONGEST), LONGEST) for lengths in draws]
@@ -191,18 +190,18 @@ def simulated(draws: Sequence[Sequence[int]]) -> None:
                 for packed_draw, sliced_draw in zip(figures, sliced, strict=True)
             )
             print(
-                f"zb-h1 with T = {slice_tokens} takes 1/{gain:.2f} of the time of packed {name}"
+                f"zb-h1 with T = {slice_tokens} is {gain:.2f}x as fast as packed {name}"
             )
 
 
 def sleeping(draws: Sequence[Sequence[int]], forward_s: float) -> None:
-    """Print the figures of real processes whose stages sleep."""
+    """Print the figures of real processes with sleeping stages."""
     scale = LONGEST // SEQUENCE_LENGTH
     scaled_draws = []
     for lengths in draws:
         scaled_draws.append([max(1, round(length / scale)) for length in lengths])
     cost = LengthCost(1.0, 0.5 / SEQUENCE_LENGTH)
-    # `--pipeline-slice-tokens auto` chooses the same number for every draw.
+    # `--pipeline-slice-tokens auto` chooses the same number for all draws.
     slice_tokens = max(
         automatic_slice_tokens(max(lengths), sum(lengths), RANKS)
         for lengths in scaled_draws
@@ -282,7 +281,7 @@ def model(num_draws: int, rounds: int, longest: int) -> None:
     for _ in range(rounds):
         for name, (schedule, settings, packs_by_step) in systems.items():
             job = Job(
-                # The first step connects ranks.
+                # The first step connects the ranks.
                 steps=[[packs] for packs in packs_by_step[:1] + packs_by_step],
                 schedule=schedule,
                 pp=2,
@@ -296,21 +295,21 @@ def model(num_draws: int, rounds: int, longest: int) -> None:
             times_s[name] += [max(of_ranks) for of_ranks in steps_s][1:]
             table_ms = 1000 * max(rank.tables_s for rank in by_rank) / len(job.steps)
             print(
-                f"{name}: {sum(times_s[name]):.1f} s, tables {table_ms:.1f} ms a step"
+                f"{name}: {sum(times_s[name]):.1f} s, tables {table_ms:.1f} ms per step"
             )
     print(f"\npp 2, {num_draws} draws, {rounds} rounds\n")
     _print_gains(times_s, f"zb-h1, T = {slice_tokens}")
 
 
 def _print_gains(times_by_system: dict[str, list[float]], ours: str) -> None:
-    """Print how much longer other systems take, by steps of the same draw."""
+    """Print how much longer other systems take, comparing steps of the same draw."""
     for name, times in times_by_system.items():
         if name != ours:
             pairs = zip(times, times_by_system[ours], strict=True)
             ratios = [longer / shorter for longer, shorter in pairs]
             print(
-                f"{ours}: 1/{median(ratios):.2f} of the time of {name} "
-                f"({min(ratios):.2f} to {max(ratios):.2f})",
+                f"{ours}: {median(ratios):.2f}x as fast as {name} ({min(ratios):.2f} to "
+                f"{max(ratios):.2f})",
                 flush=True,
             )
 

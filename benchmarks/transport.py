@@ -1,19 +1,19 @@
-"""Latency and bandwidth of tensors between two processes: this package's wires and gloo.
+"""Latency and bandwidth of tensors between two processes, over this package's wires and gloo.
 
     python benchmarks/transport.py [--quick]
 
-Two processes use the Python interface of each transport; docs/transport.md describes the wires.
-Latency is half of a round trip, the median of all of them. Bandwidth is measured with back-to-back
-messages, the median of the rounds. The wires take turns, so that a drift of the machine affects
-them alike.
+Two processes use each transport's Python interface; docs/transport.md describes the wires. Latency
+is half a round trip, as the median of all round trips. Bandwidth is measured with back-to-back
+messages, as the median of the rounds. The wires take turns, so drift in the machine's speed affects
+all of them equally.
 
-With NVIDIA GPUs, it also sends device tensors, and a message counts as received when the receiver's
-GPU has it. A single GPU can serve both processes.
+With NVIDIA GPUs, also sends device tensors. A message then counts as received when it has reached
+the receiver's GPU. A single GPU can serve both processes.
 
     gpu, staged      through pinned memory
     gpu, ipc         from GPU to GPU
-    nccl             a send and a receive of torch.distributed, which needs two GPUs
-    gpu, copy        a copy to the host and back in one process
+    nccl             a send and a receive of torch.distributed; needs two GPUs
+    gpu, copy        a copy to the host and back within one process
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
-)  # the ranks are those of the tests
+)  # ranks are started by the tests' launcher
 
 import torch
 import torch.distributed as dist
@@ -49,13 +49,13 @@ SIZES = tuple(1 << bits for bits in (10, 16, 20, 24, 26, 28))
 _PIECE_BYTES = 1 << 18
 _TCP_PIECE_BYTES = 1 << 16
 _MAX_SHM_BYTES = 1 << 26
-"""Longer messages are not sent through shared memory, because some hosts have too little for the
-slots."""
+"""Larger messages are not sent through shared memory, because some hosts do not have enough of it
+for the slots."""
 _TIMEOUT_S = 60.0
 
 
 class _Torch:
-    """Sends tensors with torch.distributed; base class of the other ways to exchange messages."""
+    """Sends tensors with torch.distributed. Base class for the other ways to exchange messages."""
 
     def __init__(self, tensor: torch.Tensor, group: Any = None) -> None:
         self._buffer, self._peer, self._group = (
@@ -76,7 +76,7 @@ class _Torch:
         dist.recv(self._buffer, self._peer, group=self._group)
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until everything has been sent."""
 
     def close(self) -> None:
         """Release everything."""
@@ -110,7 +110,7 @@ class _Ours(_Torch):
 
 
 class _Socket(_Torch):
-    """The minimum that TCP needs: both ends know which message comes and where it belongs."""
+    """The least that TCP has to do: both ends know which message is next and where it belongs."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
@@ -144,7 +144,7 @@ class _Socket(_Torch):
 
 
 def native(wire: Wire, slot_bytes: int, name: str, **options: Any) -> NativeTransport:
-    """Connect the two ranks, under a name for this wire and size."""
+    """Connect the two ranks, using a name for this wire and size."""
     store = dist.distributed_c10d._get_default_store()
     me = dist.get_rank()
     return NativeTransport(
@@ -160,7 +160,7 @@ def native(wire: Wire, slot_bytes: int, name: str, **options: Any) -> NativeTran
 
 
 Figures = tuple[float, float]
-"""Median latency in seconds and bandwidth in bytes per second, for one wire and size."""
+"""Median latency in seconds and median bandwidth in bytes per second, for one wire and size."""
 
 
 def ping_pong(
@@ -205,17 +205,17 @@ def stream(
 
 
 def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Figures]:
-    """Measure all wires at one size, on one of two ranks; only rank 0's figures count.
+    """Measure all wires at one size, as one of two ranks. Only rank 0's figures count.
 
     Args:
         num_bytes: Size of a message.
-        rounds: How often the wires take turns.
-        backend: Device backend; each rank takes a separate device, or both take the first. Empty:
-            measure the host's wires.
+        rounds: Number of turns per wire.
+        backend: Device backend. Each rank uses a separate device, or both use the first one. If
+            empty, measure the host's wires.
     """
     torch.set_num_threads(
         1
-    )  # a multi-threaded copy would not be a bound for one thread
+    )  # a multi-threaded copy would not be a bound for a single thread
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     arrived: Callable[[], None] = lambda: None  # noqa: E731 - nothing is asynchronous on the host
@@ -251,7 +251,7 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Figures
     count = max(4, min(count, (1 << 26) // num_bytes))
     latencies: dict[str, list[float]] = defaultdict(list)
     bandwidths: dict[str, list[float]] = defaultdict(list)
-    for turn in range(rounds + 1):  # the first turn warms up
+    for turn in range(rounds + 1):  # the first turn is a warm-up
         for name, wire in wires.items():
             taken_s = ping_pong(wire, tensor, count, arrived)
             bandwidth = stream(wire, tensor, count, arrived)
@@ -261,7 +261,8 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Figures
         dist.barrier()
         if alone and dist.get_rank() == 0:  # while the other rank waits
             for number in range(count):
-                # Alternate between buffers, because two processes would touch as much memory.
+                # Alternate between buffers to touch as much
+                # memory as two processes would.
                 to, source = pairs[number % len(pairs)]
                 begin = time.perf_counter()
                 to.copy_(source)
@@ -299,20 +300,20 @@ def _of_host(tensor: torch.Tensor) -> dict[str, _Torch]:
 
 
 def left_out() -> str:
-    """Say which rows are left out for lack of GPUs; empty if none are."""
+    """Say which rows are missing for lack of GPUs, or return an empty text if none are."""
     if not torch.cuda.is_available():
-        return "left out for want of a GPU: gpu, staged; gpu, ipc; gpu, copy; nccl"
+        return "skipped for lack of a GPU: gpu, staged; gpu, ipc; gpu, copy; nccl"
     if torch.cuda.device_count() < 2:
-        return "left out for want of a second GPU: nccl"
+        return "skipped for lack of a second GPU: nccl"
     return ""
 
 
 def text_of(figures_by_size: dict[int, dict[str, Figures]]) -> str:
-    """Return the latencies as the table of docs/transport.md, and the bandwidths below it."""
+    """Return the latencies as the table in docs/transport.md, followed by the bandwidths."""
     units = [
         f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in figures_by_size
     ]
-    wires: dict[str, None] = {}  # a set that keeps the order
+    wires: dict[str, None] = {}  # an ordered set
     for figures_by_wire in figures_by_size.values():
         wires |= dict.fromkeys(figures_by_wire)
     latencies = []
@@ -336,7 +337,7 @@ def text_of(figures_by_size: dict[int, dict[str, Figures]]) -> str:
 
 def main() -> None:
     """Measure and print the tables."""
-    args = options(__doc__, "one round of two sizes").parse_args()
+    args = options(__doc__, "one round with two sizes").parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     figures_by_size: dict[int, dict[str, Figures]] = {}
     for num_bytes in SIZES[1:3] if args.quick else SIZES:
@@ -354,7 +355,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     from benchmarks import (
-        transport,  # ranks find what they run by the name of its module
+        transport,  # ranks look up what they run by its module's name
     )
 
     transport.main()

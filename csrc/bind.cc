@@ -36,7 +36,7 @@ void register_errors() {
 
 PYBIND11_MODULE(_C, module) {
     using namespace megatron_ext;  // NOLINT: the module exposes this namespace
-    module.doc() = "Native core of megatron_ext: links between processes, fingerprints of tensors.";
+    module.doc() = "Native core of megatron_ext: links between processes, tensor fingerprints.";
     register_errors();
 
     bind_endpoint(module);

@@ -46,7 +46,7 @@ inline Range slots_of(const Arena& arena) {
 /// Adds the endpoint and the links over shared memory and TCP to the module.
 void bind_endpoint(pybind11::module_& module);
 
-/// Adds the fingerprints of tensors to the module.
+/// Adds tensor fingerprints to the module.
 void bind_fingerprint(pybind11::module_& module);
 
 /// Adds the RDMA link, the list of devices and the probe. Call it after bind_endpoint().

@@ -307,18 +307,18 @@ void bind_endpoint(py::module_& module) {
         .def_property_readonly("reason", &reason_of,
                                "Why it gave up, or how its death was detected.")
         .def_readonly("num_arrived", &PeerReport::num_arrived,
-                      "Messages from it that were not taken.")
+                      "Messages from the peer that were not taken.")
         .def_property_readonly(
             "num_held", [](const PeerReport& self) { return self.counts.num_held; },
             "Slots that its messages occupy, taken or not.")
         .def_property_readonly(
             "num_queued", [](const PeerReport& self) { return self.counts.num_queued; },
-            "Messages to it that wait for room.");
+            "Messages to the peer that are waiting for room.");
 
-    py::class_<Link, std::shared_ptr<Link>>(module, "Link", "The connection with one peer.");
+    py::class_<Link, std::shared_ptr<Link>>(module, "Link", "The connection to one peer.");
 
     py::class_<ShmLink, Link, std::shared_ptr<ShmLink>>(
-        module, "ShmLink", py::is_final(), "The connection with a peer, through shared memory.")
+        module, "ShmLink", py::is_final(), "The connection to a peer through shared memory.")
         .def(py::init(&offer_shm), py::arg("endpoint"), py::arg("peer"), py::arg("socket"),
              "Pass the arena and the bell to a peer, over a connected SOCK_SEQPACKET socket.")
         .def_property_readonly(
@@ -331,7 +331,7 @@ void bind_endpoint(py::module_& module) {
              "Wait until the peer has created its link.");
 
     py::class_<TcpLink, Link, std::shared_ptr<TcpLink>>(module, "TcpLink", py::is_final(),
-                                                        "The connection with a peer, over TCP.")
+                                                        "The connection to a peer over TCP.")
         .def(py::init(&make_tcp), py::arg("endpoint"), py::arg("peer"), py::arg("socket"),
              py::arg("silence_s") = 15.0, "Use a connected socket.");
 
@@ -342,7 +342,7 @@ void bind_endpoint(py::module_& module) {
         .def_readonly("last_wait_s", &EndpointCounts::last_wait_s, "Time spent in the last wait.");
 
     py::class_<Endpoint, EndpointHolder>(module, "Endpoint", py::is_final(),
-                                         "A process of a job and its links to other processes.")
+                                         "A process in a job and its links to other processes.")
         .def(py::init([](int rank, std::uint32_t slots, std::uint64_t slot_bytes, bool checksums) {
                  return EndpointHolder(
                      new Endpoint(rank, ArenaSize{slots, slot_bytes}, checksums));
@@ -354,7 +354,7 @@ void bind_endpoint(py::module_& module) {
              py::arg("address"), py::arg("owner"),
              "Send bytes; `owner` is kept alive until they are copied.")
         .def("reserve", &reserve, py::arg("peer"), py::arg("tag"), py::arg("dtype"),
-             py::arg("shape"), "Return a message to fill and publish; None: send it.")
+             py::arg("shape"), "Return a message to fill and publish, or None: use send().")
         .def("publish", &Endpoint::publish, py::arg("peer"), py::arg("message"), no_gil,
              "Send a message from reserve(), once its bytes are complete.")
         .def("add_buffers", &add_buffers, py::arg("num_slots"), no_gil,
@@ -365,7 +365,7 @@ void bind_endpoint(py::module_& module) {
         .def("arrivals", &arrivals, py::arg("timeout_s") = py::none(),
              "Wait for messages that no earlier call returned; (source, tag) of each.")
         .def("flush", &flush, py::arg("timeout_s") = py::none(),
-             "Wait until all sent messages can be taken; otherwise return False.")
+             "Wait until all sent messages can be taken; return False on failure.")
         .def("abort", &Endpoint::abort, py::arg("reason"), no_gil,
              "Tell all peers to stop waiting.")
         .def("close", &Endpoint::close, no_gil, "Notify the peers and release everything.")

@@ -1,4 +1,4 @@
-// Python binding of the fingerprints of tensors.
+// Python binding for tensor fingerprints.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

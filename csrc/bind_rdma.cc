@@ -68,7 +68,7 @@ void bind_rdma(py::module_& module) {
         .def_readonly("max_message_bytes", &RdmaPort::max_message_bytes, "Limit of one write.")
         .def_readonly("gids", &RdmaPort::gids, "Without the empty entries of the table.");
 
-    py::class_<RdmaDevice>(module, "RdmaDevice", py::is_final(), "An RDMA device of this host.")
+    py::class_<RdmaDevice>(module, "RdmaDevice", py::is_final(), "An RDMA device on this host.")
         .def_readonly("name", &RdmaDevice::name, "Its name in libibverbs.")
         .def_readonly("error", &RdmaDevice::error, "Why it cannot be used; empty if it can.")
         .def_readonly("remedy", &RdmaDevice::remedy, "How to fix the error.")
@@ -81,10 +81,10 @@ void bind_rdma(py::module_& module) {
         .def_readonly("remedy", &RdmaFinding::remedy, "How to fix a failure.");
 
     py::class_<RdmaLink, Link, std::shared_ptr<RdmaLink>>(
-        module, "RdmaLink", py::is_final(), "The connection with a peer, over RDMA.")
+        module, "RdmaLink", py::is_final(), "The connection to a peer over RDMA.")
         .def(py::init(&make_rdma), py::arg("endpoint"), py::arg("peer"), py::arg("socket"),
              py::arg("address") = "", py::arg("rail") = 0, py::arg("silence_s") = 15.0,
-             py::arg("sysfs") = "/sys", "Allocate the resources of this host.")
+             py::arg("sysfs") = "/sys", "Allocate this host's resources.")
         .def("connect", &connect_rdma, py::arg("timeout_s") = py::none(),
              "Connect to the peer, which must call this too.")
         .def_property_readonly(
@@ -96,7 +96,7 @@ void bind_rdma(py::module_& module) {
         .def_property_readonly("text", &RdmaLink::text, "Both ends of the connection.");
 
     module.def("rdma_devices", &list_devices, no_gil, py::arg("sysfs") = "/sys",
-               "All RDMA devices of this host.");
+               "All RDMA devices on this host.");
     module.def("probe_rdma", &probe_rdma, no_gil, py::arg("address") = "",
                py::arg("sysfs") = "/sys",
                "Try what an RDMA link needs, up to a queue pair connected to itself.");

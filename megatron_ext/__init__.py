@@ -5,8 +5,8 @@ Importing this package arms its patches, so import it first:
     import megatron_ext
     from megatron.training import pretrain
 
-or leave the script unchanged and start it with `python -m megatron_ext SCRIPT.py FLAGS`. If no flag
-from this package is used, training on a CUDA machine behaves as it does without the import.
+or leave the script unchanged and start it with `python -m megatron_ext SCRIPT.py FLAGS`. If none of
+this package's flags are used, training on a CUDA machine behaves as it would without the import.
 `MEGATRON_EXT_DISABLE=1` makes the import do nothing; `deactivate()` undoes it. The import loads
 neither torch nor Megatron: each patch is applied when its target module is imported.
 """
@@ -68,15 +68,15 @@ _MODULE_OF = {
     "preflight": "megatron_ext.config.hosting",
     "routes": "megatron_ext.features.trees.routes",
 }
-"""Public name -> module that defines it; the module is imported at first use."""
+"""Public name -> module that defines it; the module is imported on first use."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import rarely used names at first use."""
+    """Import rarely used names on first use."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_MODULE_OF[name])
-    # `routes` names a module. The other names are attributes in their modules.
+    # `routes` is itself a module. All other names are attributes of their modules.
     return module if module.__name__.endswith(f".{name}") else getattr(module, name)
 
 
@@ -86,7 +86,7 @@ def __dir__() -> list[str]:
 
 
 def activate() -> None:
-    """Arm all patches, and patch the modules that are already imported. Idempotent."""
+    """Arm all patches and patch modules that are already imported. Idempotent."""
     from megatron_ext import hosts, patches
 
     patches.arm()
@@ -105,14 +105,14 @@ def deactivate() -> None:
 
 
 def deconfigure() -> None:
-    """Deactivate the configuration, so that Megatron's own schedules run again."""
+    """Deactivate the configuration so that Megatron's own schedules run again."""
     from megatron_ext.config.active import clear_configuration
 
     clear_configuration()
 
 
 def report() -> list[Row]:
-    """Return the state of every patch, as `megatron-ext patches list` shows it."""
+    """Return the state of every patch, as shown by `megatron-ext patches list`."""
     from megatron_ext.patches.registry import REGISTRY
 
     return REGISTRY.rows()

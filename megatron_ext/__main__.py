@@ -16,8 +16,9 @@ def main() -> int:
 
 
 def _record(script: str, argv: list[str]) -> int:
-    """Run a script so that torchrun can show which rank failed first, and how."""
-    # Without wrapt, `import megatron_ext` has armed no patch, so report it instead of training.
+    """Run a script so that torchrun can show which rank failed first and how."""
+    # Without wrapt, `import megatron_ext` armed no patches, so report the problem
+    # instead of training.
     try:
         import wrapt  # noqa: F401
     except ModuleNotFoundError as error:

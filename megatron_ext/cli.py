@@ -1,7 +1,7 @@
 """The `megatron-ext` command: a subcommand for each task other than training.
 
 Each `_add_*` registers a subcommand and its `_run_*`, which returns an exit code. Only the `_run_*`
-functions import torch and Megatron, so `--help` and usage errors appear at once.
+functions import torch and Megatron, so `--help` and usage errors appear immediately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ext.upstream import tree as upstream
 from megatron_ext.version import __version__
 
 _REQUIRED = ("megatron", "numpy", "packaging", "psutil", "rich", "torch", "wrapt")
-"""Packages that may be missing from an environment; `main` reports them in one line."""
+"""Packages that may be missing from an environment; `main` reports a missing one in one line."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors raised when the disk is full, a quota is exceeded or a file is too large."""
 _REMOVED = {
@@ -86,8 +86,8 @@ def _overview(commands: dict[str, str]) -> str:
     lines = [
         "usage: megatron-ext COMMAND ...",
         "",
-        "Better pipelines for an unmodified Megatron-LM. Train on this machine, or with --hostfile",
-        "on several, with `megatron-ext launch -- pretrain_gpt.py FLAGS`, or with torchrun:",
+        "Better pipelines for an unmodified Megatron-LM. To train on this machine, or on several",
+        "with --hostfile, use `megatron-ext launch -- pretrain_gpt.py FLAGS` or torchrun:",
         "`torchrun ... -m megatron_ext pretrain_gpt.py FLAGS`.",
     ]
     for (group, page), examples in _GROUPS.items():
@@ -101,12 +101,13 @@ def _overview(commands: dict[str, str]) -> str:
 def lacking(error: ModuleNotFoundError) -> str:
     """Return the error line for a module missing from this Python installation."""
     checkout = Path(__file__).resolve().parents[1]
-    # The package is not on any index yet, so from a checkout, recommend installing the checkout.
+    # The package is not on any index yet. When running from a checkout, recommend
+    # installing that checkout.
     is_checkout = (checkout / "pyproject.toml").is_file()
     package = f"-e {shlex.quote(str(checkout))}" if is_checkout else "megatron-ext"
     return (
-        f"{sys.executable} has no {error.name}; run in the environment that megatron_ext is "
-        f"installed in, or `{sys.executable} -m pip install {package}`"
+        f"{sys.executable} has no {error.name}; run in the environment where megatron_ext is "
+        f"installed, or `{sys.executable} -m pip install {package}`"
     )
 
 
@@ -134,7 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_upstream(subparsers)
     helps = {action.dest: action.help for action in subparsers._choices_actions}
     overview = _overview(helps)
-    # argparse would list commands without groups and examples.
+    # argparse would list the commands without groups or examples.
     parser.format_help = lambda: overview + "\n"  # type: ignore[method-assign]
     for (_, page), examples in _GROUPS.items():
         for name in examples.keys() & subparsers.choices.keys():
@@ -152,7 +153,7 @@ def _add_patches(subparsers: _Subparsers) -> None:
         "that they fit the installed release.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    show = actions.add_parser("list", help="show every patch, its state and its reason")
+    show = actions.add_parser("list", help="show every patch with its state and reason")
     show.add_argument(
         "--all", action="store_true", help="also show each redirected torch name"
     )
@@ -165,17 +166,17 @@ def _add_upstream(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser(
         "upstream",
         help="get, find or check the Megatron-LM tree",
-        description="Get, find or check the Megatron-LM tree with the training scripts.",
+        description="Get, find or check the Megatron-LM tree that contains the training scripts.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     fetch = actions.add_parser(
         "fetch", help="clone Megatron-LM at the wheel's release and verify it"
     )
     fetch.add_argument(
-        "--path", type=Path, help="destination (default: below ~/.cache)"
+        "--path", type=Path, help="destination (default: under ~/.cache)"
     )
     fetch.add_argument(
-        "--url", default=upstream.URL, help="the repository or a mirror of it"
+        "--url", default=upstream.URL, help="the repository to clone, or a mirror of it"
     )
     actions.add_parser("path", help="print the tree that would be used")
     actions.add_parser("check", help="compare the tree with the installed core")
@@ -241,11 +242,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the `megatron-ext` command.
 
     Args:
-        argv: Arguments without the program's name; None uses `sys.argv[1:]`.
+        argv: Arguments without the program name. If None, `sys.argv[1:]` is used.
 
     Returns:
-        The exit code: 0 for success, 1 for a check with findings, 2 for a user error, 3 for runs
-        whose numbers differ.
+        The exit code: 0 for success, 1 if a check finds problems, 2 for a user error, 3 if the
+        numbers of compared runs differ.
     """
     try:
         parser = build_parser()
@@ -258,8 +259,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         code = int(args.run(args))
-        # Flush while errors can still be reported: at exit, Python would print a traceback for a
-        # full disk.
+        # Flush while errors can still be reported: if the disk is full, flushing at
+        # exit would print a traceback.
         sys.stdout.flush()
         return code
     except MegatronExtError as error:
@@ -274,13 +275,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("megatron-ext: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output has exited (`| head`), which is not an error.
+        # The process reading our output has exited (`| head`), which is not an error.
         sys.stderr.close()
         return 0
     except OSError as error:
         if error.filename is not None or error.errno not in _NO_ROOM:
             raise
-        # Python writes the buffered output again at exit, which must not fail a second time.
+        # Python flushes the buffered output again at exit, and that must not fail a
+        # second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         print(
             f"megatron-ext: error: standard output: {error.strerror}", file=sys.stderr

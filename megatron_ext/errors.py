@@ -1,8 +1,8 @@
-"""The exception tree of the package.
+"""The package's exception hierarchy.
 
-Every message gives the value, the rule and the remedy. `UserError` and its subclasses are mistakes
+Every message states the value, the rule and the remedy. `UserError` and its subclasses are mistakes
 that the user can fix; the command line prints them in one line and exits with code 2. All other
-errors are failures in the machine or upstream, and keep their traceback.
+errors are failures of the machine or of upstream and keep their traceback.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _MAX_LINE = 2000  # characters
 
 
 Wording = Callable[[str, str], str]
-"""Formats a setting for one kind of reader. Takes its field or flag, and its value or ''."""
+"""Formats a setting for one kind of reader, given its field or flag and its value (or '')."""
 
 # A setting in a message: `--flag`, or `--flag=value` if the value belongs to it.
 _SETTING = re.compile(r"(--[a-z0-9][a-z0-9-]*)(?:=(\S*?)(?=[,;:)]*(?:\s|$)))?")
 
 
 def in_python(field: str, value: str) -> str:
-    """Return a setting as written in Python."""
+    """Return a setting as it is written in Python."""
     return f"{field}={value}" if value else field
 
 
 class _Settings(dict[str, object]):
-    """Values for a template; a missing key is the name of a setting."""
+    """Values for a template; a missing key is treated as the name of a setting."""
 
     def __init__(self, wording: Wording, values: Mapping[str, object]) -> None:
         super().__init__(values)
@@ -53,10 +53,10 @@ class _Setting(NamedTuple):
 
 
 class MegatronExtError(Exception):
-    """Base of every error that megatron_ext raises on purpose."""
+    """Base class of every error that megatron_ext raises deliberately."""
 
     def __reduce__(self) -> tuple[Callable[..., MegatronExtError], tuple[object, ...]]:
-        """Copy and pickle without calling the constructor, which may not accept `args`."""
+        """Support copy and pickle without calling the constructor, which may not accept `args`."""
         return _restored, (type(self), self.args, vars(self))
 
 
@@ -78,30 +78,30 @@ class ArgumentsError(UserError):
 
 
 class ConfigurationError(ArgumentsError):
-    """A configuration value is impossible, or two values exclude each other.
+    """A configuration value is invalid, or two values are mutually exclusive.
 
-    Its template names settings by their fields, in braces and optionally with a value: `{slices:4}
-    cannot run with {pairs}`. Each reader gets them in familiar terms: `slices=4` in Python,
-    `--pipeline-slices 4` on a command line (`megatron_ext.config.flags.in_flags`).
+    Its template refers to settings by field name, in braces and optionally with a value:
+    `{slices:4} cannot run with {pairs}`. Each reader sees them in familiar terms: `slices=4` in
+    Python, `--pipeline-slices 4` on a command line (`megatron_ext.config.flags.in_flags`).
     """
 
     def __init__(self, template: str, **values: object) -> None:
-        """Keep the template, and the values for its fields, such as `{name.attribute}`."""
+        """Store the template and the values for its fields, such as `{name.attribute}`."""
         self.template = template
         self.values = values
         super().__init__(self.worded(in_python))
 
     def worded(self, wording: Wording) -> str:
-        """Return the message with its settings as the reader knows them."""
+        """Return the message with settings written the way the reader knows them."""
         return self.template.format_map(_Settings(wording, self.values))
 
 
 class DataError(UserError):
-    """A data file, tokenizer or checkpoint is missing, damaged or not of the expected kind."""
+    """A data file, tokenizer or checkpoint is missing, damaged or of the wrong kind."""
 
 
 class DeviceError(UserError):
-    """The requested device backend is not available on this machine or in this torch."""
+    """The requested device backend is not available on this machine or in this build of torch."""
 
 
 class ScheduleError(UserError):
@@ -113,11 +113,12 @@ class LaunchError(UserError):
 
 
 class HangError(MegatronExtError):
-    """No rank makes progress; the message names the rank that all other ranks wait for.
+    """No rank is making progress; the message names the rank that all others are waiting for.
 
     Args:
-        message: Which rank waits for which, in order.
-        rank: Global rank that all other ranks wait for; None if several wait for each other.
+        message: Which rank is waiting for which, in order.
+        rank: Global rank that all others are waiting for; None if several are waiting for each
+            other.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -126,19 +127,19 @@ class HangError(MegatronExtError):
 
 
 class PatchConflict(MegatronExtError):
-    """Two patches that exclude each other are active on the same target."""
+    """Two mutually exclusive patches are active on the same target."""
 
 
 class EffectMissing(MegatronExtError):
-    """A requested feature has no effect, because Megatron takes another code path."""
+    """A requested feature has no effect because Megatron takes a different code path."""
 
 
 class TransportError(MegatronExtError):
-    """A message could not be delivered; names the peer, the message and the seconds waited."""
+    """A message was not delivered; the error names the peer, the message and the seconds waited."""
 
 
 class TransportTimeout(TransportError):
-    """The peer is alive, but a message did not arrive, or was not received, in time."""
+    """The peer is alive, but a message did not arrive or was not received in time."""
 
 
 class PeerDied(TransportError):
@@ -150,7 +151,8 @@ class PeerAborted(TransportError):
 
     Args:
         message: Which message could not be delivered, and why.
-        reason: Why the first rank gave up, with its number; passed on unchanged to further peers.
+        reason: Why the first rank gave up, including its number; forwarded unchanged to other
+            peers.
     """
 
     def __init__(self, message: str, reason: str = "") -> None:
@@ -159,15 +161,15 @@ class PeerAborted(TransportError):
 
 
 class PeerClosed(TransportError):
-    """A peer closed its connection properly, but too early."""
+    """A peer closed its connection cleanly, but too early."""
 
 
 class MessageMismatch(TransportError):
-    """The shape or dtype of a message is not what the schedule requires."""
+    """A message's shape or dtype is not what the schedule requires."""
 
 
 def shortened(text: str, limit: int = _MAX_WORD) -> str:
-    """Return the text, with its middle cut out if it has more characters than the limit."""
+    """Return the text, with its middle cut out if it is longer than the limit."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -177,7 +179,7 @@ def shortened(text: str, limit: int = _MAX_WORD) -> str:
 def line_of(message: object) -> str:
     """Return a message that is safe to print.
 
-    Long words are shortened, and control characters are escaped.
+    Long words are shortened and control characters are escaped.
     """
     # Messages quote file names and text from peers, which may contain terminal control sequences.
     words = re.sub(
@@ -192,7 +194,7 @@ def line_of(message: object) -> str:
 
 
 def reworded(message: str, wording: Wording) -> str:
-    """Return a message in which each `--flag` and `--flag=value` is worded for the reader."""
+    """Return a message with each `--flag` and `--flag=value` worded for the reader."""
     return _SETTING.sub(lambda setting: wording(setting[1], setting[2] or ""), message)
 
 
@@ -229,7 +231,8 @@ def _invalid_choice(parser: ArgumentParser, name: str, value: str) -> str:
     """Return the error for a value that is not one of an argument's choices."""
     choices: list[str] = []
     for action in parser._actions:
-        # argparse names an argument by its flags, otherwise by its metavar or its destination.
+        # argparse identifies an argument by its flags, or else by its metavar or
+        # destination.
         names = ["/".join(action.option_strings), *action.option_strings]
         names.append(str(action.metavar or action.dest))
         if name in names:
@@ -246,7 +249,7 @@ def _invalid_choice(parser: ArgumentParser, name: str, value: str) -> str:
 
 
 def _unknown_arguments(parser: ArgumentParser, words: list[str], see_help: str) -> str:
-    """Return the error for unknown arguments, each with the closest flag."""
+    """Return the error for unknown arguments, suggesting the closest flag for each."""
     flags: list[str] = []
     for action in parser._actions:
         flags += action.option_strings
@@ -290,7 +293,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def reason_for_peers(error: BaseException) -> str:
-    """Return why this rank gives up, in words for its peers: the first rank's reason if known."""
+    """Return why this rank is giving up, worded for its peers: the first rank's reason if known."""
     if isinstance(error, PeerAborted) and error.reason:
         return error.reason
     if isinstance(error, MegatronExtError):

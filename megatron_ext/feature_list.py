@@ -1,13 +1,13 @@
 """The features outside the core, and the entry points through which the core uses them.
 
-    trees     stages exchange trees of tensors, and routes carry a tensor past stages
-    slices    a micro-batch runs in several slices of its sequence
+    trees     stages exchange trees of tensors, and routes carry tensors past stages
+    slices    a micro-batch's sequence is run in several slices
     pairs     the forward and backward passes of two micro-batches run as one action
-    lengths   micro-batches have unequal lengths, are ordered by cost and dealt out to replicas
+    lengths   micro-batches of different lengths are ordered by cost and distributed over replicas
 
 The core (`schedules/`, `runtime/`, `config/`) imports no feature. It reads this file, which imports
-nothing, and imports the module of an entry at first use. To remove a feature, delete its folder and
-its entries.
+nothing, and imports an entry's module on first use. To remove a feature, delete its folder and its
+entries.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ TABLES = {
 """Option of `schedules.generate` -> subclass of `schedules.table.table_change.TableChange`."""
 
 PATCHES = (
-    # Layers that keep the keys and values from earlier slices.
+    # Layers that keep keys and values from earlier slices.
     "megatron_ext.features.slices.sliced_layers",
     # Token exchanges that make the host wait: weight gradients run during the wait.
     "megatron_ext.features.pairs.awaited_tokens",
 )
-"""Modules with a table `PATCHES` of changes to Megatron, like those in `megatron_ext/patches/`."""
+"""Modules with a `PATCHES` table of changes to Megatron, like those in `megatron_ext/patches/`."""

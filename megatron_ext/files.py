@@ -1,4 +1,4 @@
-"""Reads files with a size limit, and writes files atomically or in place."""
+"""Reads files up to a size limit and writes files atomically or in place."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 _MAX_DEPTH = 50
-"""Maximum nesting of brackets in JSON. None of our formats nests nearly as deep, and code that
-prints or compares the content stays far below Python's recursion limit."""
+"""Maximum nesting depth of brackets in JSON. Our formats do not come close to it, and it keeps code
+that prints or compares the content far below Python's recursion limit."""
 
 
 def is_replaceable(path: Path) -> bool:
@@ -23,7 +23,7 @@ def is_replaceable(path: Path) -> bool:
     Devices, pipes, and files in a folder without write permission must be written in place.
 
     Raises:
-        OSError: Links form a cycle, or pass through a folder without access permission.
+        OSError: Links form a cycle or lead through a folder that cannot be accessed.
     """
     try:
         mode = path.stat().st_mode
@@ -35,10 +35,10 @@ def is_replaceable(path: Path) -> bool:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write, which then replaces the file, or the target of a link.
+    """Yield a temporary path to write to, which then replaces the file (or the target of a link).
 
-    If the block raises, the file is unchanged. If a new file cannot replace the file
-    (`is_replaceable`), this yields the path itself.
+    If the block raises, the file is unchanged. If the file cannot be replaced (`is_replaceable`),
+    this yields the path itself.
 
     Raises:
         OSError: The file cannot be written.
@@ -47,12 +47,13 @@ def replacing(path: Path) -> Iterator[Path]:
         yield path
         return
     final = Path(os.path.realpath(path))
-    # A rename works only within one file system.
+    # A rename only works within one file system.
     with tempfile.TemporaryDirectory(prefix=".part-", dir=final.parent) as folder:
         scratch = Path(folder) / final.name
         yield scratch
         if final.exists():
-            # A rename would succeed here, because it needs write access to the folder only.
+            # A rename would succeed here, because it only needs write access to the
+            # folder.
             if not os.access(final, os.W_OK):
                 raise PermissionError(
                     errno.EACCES, os.strerror(errno.EACCES), str(path)
@@ -62,7 +63,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the content of a file with this text, in UTF-8 and with unchanged line endings.
+    """Replace a file's content with this text, encoded as UTF-8 with unchanged line endings.
 
     Raises:
         OSError: The file cannot be written; the old content is intact.
@@ -79,7 +80,7 @@ def cannot_write(path: Path, error: OSError, remedy: str) -> str:
 def read_text(path: Path, max_bytes: int) -> str:
     """Return the text of a regular file.
 
-    Pipes and devices are rejected: a pipe without a writer would block, and a device may not end.
+    Pipes and devices are rejected: a pipe without a writer would block, and a device may never end.
 
     Raises:
         OSError: The file cannot be read; `strerror` says why.
@@ -92,13 +93,11 @@ def read_text(path: Path, max_bytes: int) -> str:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(0, "it is a directory", str(path))
         if not stat.S_ISREG(mode):
-            raise OSError(
-                0, "it is not a regular file, but a pipe or a device", str(path)
-            )
+            raise OSError(0, "it is a pipe or a device, not a regular file", str(path))
         # Read one byte more than the limit instead of trusting the size: the file may be growing.
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise OSError(0, f"it has more than {max_bytes >> 20} MiB", str(path))
+        raise OSError(0, f"it is larger than {max_bytes >> 20} MiB", str(path))
     return content.decode("utf-8")
 
 
@@ -118,12 +117,12 @@ def parse_json(text: str) -> Any:
     Raises:
         ValueError: The text is not JSON, or nested too deeply.
     """
-    too_deep = f"it nests brackets more than {_MAX_DEPTH} deep"
+    too_deep = f"its brackets are nested more than {_MAX_DEPTH} deep"
     try:
         content = json.loads(text)
     except RecursionError:
         raise ValueError(too_deep) from None
-    # Few texts have enough brackets to need the walk.
+    # Few texts contain enough brackets to require the walk.
     if text.count("[") + text.count("{") > _MAX_DEPTH and not _is_flat(content):
         raise ValueError(too_deep)
     return content

@@ -1,7 +1,7 @@
 """The name of a message between ranks, from the table to the wire.
 
 The tables in `megatron_ext/schedules` name messages, and the transports carry them. Neither package
-may import the other, so the shared name is defined here, with the standard library only.
+may import the other, so the shared name is defined here, using only the standard library.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple
 
 MessageKind = Literal["F", "B", "C", "D", "W", "P", "G"]
 """F: an activation. B: the gradient of an activation. C: a credit, which lets a rank run one more
-micro-batch ahead. D: a decision of the leading rank. W: weights, and notices about them. P: tensors
-that a stage publishes for a later stage, bypassing the stages between. G: the gradients of P."""
+micro-batch ahead. D: a decision made by the leading rank. W: weights, and notices about them. P:
+tensors that a stage publishes for a later stage, bypassing the stages in between. G: the gradients
+of P."""
 
 _OF_MICROBATCHES: dict[MessageKind, str] = {
     "F": "the activation that stage {} needs",
@@ -30,21 +31,23 @@ class Message(NamedTuple):
     """F, B: the stage that needs the tensor. C: the stage that may start a micro-batch. W: the
     stage whose weights are sent. P, G: the stage that produced the tensor. D: 0."""
     microbatch: int
-    """D: number of the decision in a step. W: 0 is the notice that says whether weights follow, n >
-    0 is the n-th bucket."""
+    """D: the decision's number within the step. W: 0 is the notice that says whether weights
+    follow; n > 0 is the n-th bucket."""
     slice: int = 0
-    """F, B, P, G: position of the slice in its micro-batch."""
+    """F, B, P, G: position of the slice within its micro-batch."""
     part: int = 0
     """F, B: index of the tensor if stages exchange several at once. P, G: 1 for the twin, which may
     receive different tensors from the same stage."""
     header: bool = False
-    """F, P, W: the message describes how to read the tensors that follow with the same identity."""
+    """F, P, W: the message describes how to interpret the tensors that follow under the same
+    identity."""
     launched: bool = False
-    """This is a notice: the sender has launched the computation of the tensor, which follows."""
+    """Whether this is a notice that the sender has launched the tensor's computation. The tensor
+    follows."""
 
     @property
     def notice(self) -> Message:
-        """The notice that the sender has launched the computation of this tensor."""
+        """The notice that the sender has launched this tensor's computation."""
         return self._replace(launched=True)
 
     @property
@@ -54,7 +57,7 @@ class Message(NamedTuple):
 
     @property
     def for_host(self) -> bool:
-        """Whether the host reads the message, so that it stays in host memory."""
+        """Whether the host reads the message, in which case it stays in host memory."""
         return self.header or self.kind in ("C", "D")
 
     def __str__(self) -> str:

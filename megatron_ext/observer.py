@@ -1,4 +1,4 @@
-"""The interface of objects that observe a job: traces, watchdogs, statistics."""
+"""The interface for objects that observe a job, such as traces, watchdogs and statistics."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ if TYPE_CHECKING:
 
     from megatron_ext.schedules.table.actions import Action, Kind
 
-# A plain tuple is cheap to create: this happens between every two actions, when the device may be
-# idle.
+# A plain tuple is cheap to create. One is created between every two actions, when the
+# device may be idle.
 Executed = tuple[int, "Action", float]
-"""(position in table order, action, seconds of host time). A pair's time is divided equally between
+"""(position in table order, action, seconds of host time). A pair's time is split equally between
 its two actions."""
 
 
 class Observer(TransportObserver):
-    """Observes the training of one rank; override the methods you need.
+    """Observes one rank's training; override the methods you need.
 
-    Append it to the `observers` of the active configuration before the first step. The transport
-    reports messages, including between steps. The data iterator calls `read`. During a training
-    step, after `begin_step`, the executor reports the actions in a table. The patches in
-    `patches/trace.py` report the parts of a training step outside its table, and the actions in
-    Megatron's own schedules.
+    Append it to the active configuration's `observers` before the first step. The transport reports
+    messages, even between steps. The data iterator calls `read`. During a training step, after
+    `begin_step`, the executor reports a table's actions. The patches in `patches/trace.py` report
+    the parts of a training step that are outside its table, and the actions of Megatron's own
+    schedules.
     """
 
     def begin_iteration(self, num_microbatches: int) -> None:
-        """Called when a training step begins, which includes reductions and the optimizer."""
+        """Called at the start of a training step, which includes reductions and the optimizer."""
 
     def end_schedule(self) -> None:
-        """Called when the schedule of a training step and the reductions in it are complete."""
+        """Called when a training step's schedule and its reductions are complete."""
 
     def end_iteration(self) -> None:
         """Called when a training step has failed, or has sent new weights to forward ranks.
 
-        All other steps end with the optimizer. Only Megatron's optimizers report their end; with
-        any other optimizer, this is called at the next evaluation or step.
+        All other steps end with the optimizer. Only Megatron's optimizers report when they are
+        done; with any other optimizer, this is called at the next evaluation or step.
         """
 
     def begin_collective(self, name: str) -> None:
@@ -52,7 +52,7 @@ class Observer(TransportObserver):
         """Called when a table's training step begins, with the `StageCompute` that runs it."""
 
     def begin_carried_step(self) -> None:
-        """Called when Megatron's own training step begins, with messages over our transport."""
+        """Called when a step of Megatron's own schedule begins, with messages on our transport."""
 
     def read(self, microbatch: int, item: Any) -> None:
         """Called with the item that the data iterator returned for a micro-batch."""
@@ -67,13 +67,13 @@ class Observer(TransportObserver):
         """Called when an action's inputs have arrived; a pair's F begins first and ends last."""
 
     def end_action(self, position: int, action: Action) -> None:
-        """Called when the action at a position of its row has run, before its results are sent."""
+        """Called after the action at this position in its row has run, before results are sent."""
 
     def begin_exchange(self) -> None:
         """Called before experts exchange tokens, on the exchange's stream; pairs only."""
 
     def end_exchange(self, kind: Kind, stage: int, microbatch: int, layer: int) -> None:
-        """Called in the same stream after the exchange.
+        """Called on the same stream after the exchange.
 
         Args:
             kind: Kind of action that the exchange belongs to.

@@ -1,13 +1,14 @@
-"""A notation for rules about settings, each with the reason and a remedy.
+"""A notation for rules about settings, each with a reason and a remedy.
 
     masked_softmax_fusion & fp16 | bf16 & transformer_impl=local
         its kernel takes as many queries as keys; add --no-masked-softmax-fusion
 
-The unindented lines are the conditions under which settings are rejected, optionally with a name
-for messages: `words: conditions`. In a condition, `a` means that the argument a is set, `a=x,y`
-that it is or contains x or y, `a!=x,y` that it is neither, `a>1` that it is above a number or
-another argument, and `!a` negates. `a | b & c` means (a or b) and c. The indented lines contain the
-reason and the remedy; without a remedy, the message recommends leaving the flags out.
+The unindented lines are the conditions under which settings are rejected, optionally preceded by a
+name for use in messages: `words: conditions`. In a condition, `a` means that the argument a is set,
+`a=x,y` that it is or contains x or y, `a!=x,y` that it is neither, and `a>1` that it is greater
+than a number or another argument. A leading `!` negates a condition. `a | b & c` means (a or b) and
+c. The indented lines contain the reason and the remedy; if there is no remedy, the message
+recommends leaving the flags out.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Condition(NamedTuple):
         return cls(bool(negation), name, operator, values)
 
     def holds(self, args: object) -> bool:
-        """Return whether the condition holds for these attributes; a missing one is None."""
+        """Return whether the condition holds for these attributes; missing ones count as None."""
         return self._compares(args) != self.is_negated
 
     def _compares(self, args: object) -> bool:
@@ -71,7 +72,7 @@ class Condition(NamedTuple):
         for item in values:
             if item is None:
                 continue
-            # Compare an enumeration's member by its name, without the name of the class.
+            # Compare an enumeration member by its name, without the class name.
             word = str(item).rpartition(".")[2]
             if (word in self.operands) == (self.operator == "="):
                 return True
@@ -86,7 +87,7 @@ class Condition(NamedTuple):
 
     @property
     def bounds(self) -> list[str]:
-        """The arguments that the condition compares with."""
+        """The arguments that the condition compares against."""
         if self.operator != ">":
             return []
         return [operand for operand in self.operands if not operand.isdigit()]
@@ -103,18 +104,18 @@ class Condition(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Settings of Megatron to reject."""
+    """Megatron settings to reject."""
 
     reads: tuple[str, ...]
     """The arguments that the rule reads; the first one names the rule."""
     flag: str
-    """The rejected settings. In this, `reason` and `remedy`, settings are written `--flag` or
+    """The rejected settings. Here and in `reason` and `remedy`, settings are written `--flag` or
     `--flag=value`."""
     reason: str
     remedy: str
-    """Flags to leave out, to use or to add instead."""
+    """Flags to leave out, or to use or add instead."""
     terms: tuple[tuple[Condition, ...], ...]
-    """The rule rejects if at least one condition of each term holds."""
+    """The rule rejects the settings if at least one condition in every term holds."""
 
     @property
     def message(self) -> str:
@@ -122,13 +123,13 @@ class Rule(NamedTuple):
         return reworded(f"{self.reason}; {self.remedy}", _as_given)
 
     def refuses(self, args: object) -> bool:
-        """Return whether these attributes are rejected; a missing one is None."""
+        """Return whether these attributes are rejected; missing ones count as None."""
         return all(
             any(condition.holds(args) for condition in term) for term in self.terms
         )
 
     def without(self, args: object) -> dict[str, Any]:
-        """Return values of attributes that turn off the settings that the first term rejects."""
+        """Return attribute values that turn off the settings rejected by the first term."""
         changes: dict[str, Any] = {}
         for condition in self.terms[0]:
             if not condition.holds(args):
@@ -151,7 +152,7 @@ def dest_of(flag: str) -> str:
 
 
 def entries(text: str) -> list[tuple[str, str]]:
-    """Return the entries of a text: unindented lines, each with the indented lines after them."""
+    """Return a text's entries: unindented lines, paired with the indented lines that follow."""
     blocks = re.findall(
         r"((?:^\S.*\n)+)((?:^ +.*\n)+)", dedent(f"{text}\n"), re.MULTILINE
     )
@@ -173,7 +174,7 @@ def _read_rule(settings: str, explanation: str) -> Rule:
             Condition.read(alternative) for alternative in text.split(" | ")
         ]
         terms.append(tuple(alternatives))
-    # Put names before bounds, because the first of `Rule.reads` names the rule.
+    # Put names before bounds, because the first entry of `Rule.reads` names the rule.
     names: list[str] = []
     bounds: list[str] = []
     phrases: list[str] = []

@@ -1,7 +1,7 @@
 """Finds and shuts down this process's sockets, including sockets opened by C++ libraries.
 
 Gloo and torch's stores cannot cancel a wait for a lost peer. If their sockets are shut down, the
-waiting thread gets an error at once.
+waiting thread gets an error immediately.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class TcpEnds(NamedTuple):
 
 
 class OpenSocket(NamedTuple):
-    """A socket of this process, which its owner may close at any moment."""
+    """A socket of this process, which its owner may close at any time."""
 
     descriptor: int
     inode: int
-    """Identifies the socket: once it is closed, the next socket may get its descriptor."""
+    """Identifies the socket: once it is closed, another socket may reuse its descriptor."""
 
     def listening_port(self) -> int | None:
-        """Return the TCP port that the socket listens on; None if it does not listen."""
+        """Return the TCP port that the socket listens on, or None if it is not listening."""
         with self._duplicate() as duplicate:
             if duplicate is None or not duplicate.getsockopt(
                 socket.SOL_SOCKET, socket.SO_ACCEPTCONN
@@ -40,13 +40,13 @@ class OpenSocket(NamedTuple):
             return int(duplicate.getsockname()[1])
 
     def tcp_ends(self) -> TcpEnds | None:
-        """Return the ports of the connection; None if the socket is closed or not connected."""
+        """Return the connection's ports, or None if the socket is closed or not connected."""
         with self._duplicate() as duplicate:
             if duplicate is None:
                 return None
             try:
                 return TcpEnds(duplicate.getsockname()[1], duplicate.getpeername()[1])
-            except OSError:  # it listens, or its peer has closed it
+            except OSError:  # it is listening, or its peer has closed it
                 return None
 
     def shut_down(self) -> bool:
@@ -61,7 +61,7 @@ class OpenSocket(NamedTuple):
     @contextmanager
     def _duplicate(self) -> Iterator[socket.socket | None]:
         """Yield a duplicate for the body; None if the socket is closed or not a TCP socket."""
-        # Duplicate first, then compare the inode of the duplicate. In the other order, the owner
+        # Duplicate first, then compare the duplicate's inode. Otherwise, the owner
         # could close the original in between, and another socket would be duplicated.
         try:
             duplicate = socket.socket(fileno=os.dup(self.descriptor))
@@ -79,10 +79,10 @@ class OpenSocket(NamedTuple):
 
 
 def open_sockets() -> set[OpenSocket]:
-    """Return all sockets of this process."""
+    """Return all of this process's sockets."""
     sockets = set()
     for entry in list(_DESCRIPTORS.iterdir()):
-        # An entry may be closed by now, as is the descriptor of this listing itself.
+        # An entry may already be closed, as is the descriptor that listed the folder.
         with suppress(OSError):
             kind, _, inode = str(entry.readlink()).partition(":")
             if kind == "socket":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def installed(distribution: str) -> str | None:
-    """Return the version of a distribution, without importing it; None if it is not installed."""
+    """Return a distribution's version without importing it, or None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -16,7 +16,7 @@ def installed(distribution: str) -> str | None:
 
 
 def code_hash() -> str:
-    """Return a short hash of this package's Python files, as two checkouts may share a version."""
+    """Return a short hash of this package's files, because two checkouts may share a version."""
     package = Path(__file__).resolve().parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

@@ -61,4 +61,4 @@ def test_command() -> None:
 def test_a_size_that_is_none_is_refused() -> None:
     done = run_python(str(ROOT / "benchmarks/lengths.py"), "--size", "4")
     assert done.returncode == 2
-    assert "'4' is no size such as 4x16" in done.stderr
+    assert "'4' is not a size such as 4x16" in done.stderr

@@ -234,7 +234,7 @@ def test_unknown_system() -> None:
     )
     assert done.returncode == 2
     assert (
-        "no system has gpipes in its name; there are: megatron-core 1F1B; "
+        "no system has gpipes in its name; the systems are: megatron-core 1F1B; "
         in done.stderr
     )
 

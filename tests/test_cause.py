@@ -185,7 +185,7 @@ def test_a_loss_that_is_nan_comes_before_the_gradients_that_it_spoils(
     endings.append(cause.of_error(raised(TypeError("expected str, not NoneType"))))
     reasons = [ending.reason for ending in endings]
     assert reasons[4] == reasons[1] == "NaN in loss (result: nan)"
-    assert reasons[3] == "Megatron's check of results failed on another rank"
+    assert reasons[3] == "Megatron's result check failed on another rank"
     assert [ending.iteration for ending in endings] == [5] * 5
     order = sorted(endings[:4], key=lambda ending: ending.precedence)
     assert order == [endings[index] for index in (1, 2, 0, 3)]

@@ -68,7 +68,7 @@ def test_listing_shows_each_patch_with_target_and_reason() -> None:
     assert all(row["reason"] and ":" in row["target"] and row["intact"] for row in rows)
     states = {row["id"]: row["state"] for row in rows}
     assert states["arguments.flags"] in {"pending", "installed"}
-    assert "names of torch redirected" in text
+    assert "torch names redirected" in text
     assert "megatron.training.arguments:validate_args" in text
 
 
@@ -137,7 +137,7 @@ def test_mistakes_end_in_one_line(
         ),
         (
             "plan --model examples/llama3 --devices 8xh100 --global-batch-size 8",
-            "name its folder (--model CLONE/examples/llama3)",
+            "in a clone of megatron_ext (--model CLONE/examples/llama3)",
         ),
         (
             "report --trace-dir absent",
@@ -221,7 +221,7 @@ def test_what_an_environment_lacks_is_one_line(words: list[str]) -> None:
     done = on_the_standard_library(*words)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
-    assert "; run in the environment that megatron_ext is installed in" in line
+    assert "; run in the environment where megatron_ext is installed" in line
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

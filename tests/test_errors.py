@@ -107,7 +107,7 @@ def test_doctor_needs_a_hostfile_to_choose_from(
 ) -> None:
     assert main(["doctor", flag, "node1"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert f"{flag} selects hosts of a hostfile; add --hostfile FILE" in line
+    assert f"{flag} selects hosts from a hostfile; add --hostfile FILE" in line
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,8 @@ def test_a_checkpoint_of_another_format_is_one_line(tmp_path: Path) -> None:
     assert saved.exit_codes == [0, 0], saved.describe()
     flags = f"{PP2}--pipeline-schedule zb-v --load {tmp_path} --auto-detect-ckpt-format"
     [line] = errors(start(flags))
-    mine = "ranks 0: 0 and 3, 1: 1 and 2 of Et|t|t|tL (2 on each rank)"
-    assert (
-        f"are Megatron's own (1 on each rank), but those of this run are {mine}" in line
-    )
+    mine = "ranks 0: 0 and 3, 1: 1 and 2 of Et|t|t|tL (2 per rank)"
+    assert f"are Megatron's own (1 per rank), but this run's stages are {mine}" in line
 
 
 @needs_loop

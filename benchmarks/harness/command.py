@@ -1,4 +1,4 @@
-"""Options common to all benchmarks, and functions that print and write figures."""
+"""Options that all benchmarks share, and functions that print and write figures."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 def options(
     about: str | None, quick: str = "", *, only: bool = False, figures: bool = False
 ) -> argparse.ArgumentParser:
-    """Return a parser with the options common to all benchmarks.
+    """Return a parser with the options that all benchmarks share.
 
     Args:
-        about: The benchmark's docstring, whose first line is shown.
-        quick: What remains with `--quick`; empty: there is no such option.
-        only: Whether `--only TEXT ...` chooses systems; see `chosen`.
-        figures: Whether `--json FILE` writes the figures; see `write_json`.
+        about: The benchmark's docstring. Its first line is shown.
+        quick: What `--quick` runs, or empty for no such option.
+        only: Whether to add `--only TEXT ...`, which chooses systems, see `chosen`.
+        figures: Whether to add `--json FILE`, which writes the figures, see `write_json`.
     """
     parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     if figures:  # fail before measuring if the file cannot be written
@@ -42,7 +42,7 @@ def options(
             nargs="+",
             default=[],
             metavar="TEXT",
-            help="what has one of these in its name",
+            help="only systems with one of these texts in their name",
         )
     return parser
 
@@ -51,15 +51,17 @@ def _writable(text: str) -> Path:
     path = Path(text)
     existing = path if path.exists() else path.parent
     if path.is_dir() or not existing.exists() or not os.access(existing, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path} cannot be written; give another file")
+        raise argparse.ArgumentTypeError(
+            f"{path} cannot be written; choose another file"
+        )
     return path
 
 
 def write_json(path: Path | None, content: Any) -> None:
-    """Replace a file with these figures, if `path` is given.
+    """Replace a file with these figures, unless `path` is None.
 
     Raises:
-        SystemExit: It cannot be written; the message says why, and the old file remains.
+        SystemExit: The file cannot be written. The message says why, and the old file remains.
     """
     if path is None:
         return
@@ -67,14 +69,14 @@ def write_json(path: Path | None, content: Any) -> None:
         write_text(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise SystemExit(
-            cannot_write(path, error, "make room, or give another --json")
+            cannot_write(path, error, "free some space, or choose another --json file")
         ) from error
 
 
 def chosen(
     parser: argparse.ArgumentParser, systems: Sequence[System], only: Sequence[str]
 ) -> list[System]:
-    """Return the systems whose name contains one of the texts; without texts, return all."""
+    """Return the systems with one of the texts in their name, or all if there are no texts."""
     selected = []
     for system in systems:
         if not only or any(text in system.name for text in only):
@@ -82,22 +84,24 @@ def chosen(
     if not selected:
         names = "; ".join(system.name for system in systems)
         parser.error(
-            f"no system has {' or '.join(only)} in its name; there are: {names}"
+            f"no system has {' or '.join(only)} in its name; the systems are: {names}"
         )
     return selected
 
 
 def size(text: str) -> tuple[int, int]:
-    """Parse `PPxM`: a pipeline's ranks and micro-batches."""
+    """Parse `PPxM`: the number of pipeline ranks and of micro-batches."""
     try:
         pp, num_microbatches = map(int, text.split("x"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 4x16") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size such as 4x16"
+        ) from None
     return pp, num_microbatches
 
 
 def machine() -> str:
-    """Return the versions, cores and current load, to print next to every figure."""
+    """Return the versions, cores and current load, to print next to the figures."""
     packages = ", ".join(
         f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core")
     )
@@ -121,12 +125,12 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def figure(value: float | None, form: str, scale: float = 1.0) -> str:
-    """Return a figure as a table cell; an empty cell if it is None."""
+    """Return a figure as a table cell, which is empty if the figure is None."""
     return "" if value is None else format(scale * value, form)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
+    """Return a Markdown table."""
     lines = [f"| {' | '.join(line)} |" for line in (head, *rows)]
     lines.insert(1, "|" + "---|" * len(head))
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Runs systems in turn, undisturbed or in scenarios, and shows them in one table."""
+"""Runs systems one after another, undisturbed or in scenarios, and shows them in one table."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .systems import Own, System
 Key = tuple[str, str]
 """System and scenario."""
 _NOISY = 0.05
-"""If ops exceed their nominal time by this fraction, the machine was too busy."""
+"""If ops exceed their nominal time by more than this fraction, the machine was too busy."""
 
 
 @dataclass
 class Compared:
-    """Results of systems at one size."""
+    """The systems' results at one size."""
 
     sizes: Sizes
     conditions: str = ""
@@ -35,10 +35,10 @@ class Compared:
     failures: dict[str, str] = field(default_factory=dict)
 
     def speeds(self, key: Key) -> tuple[float, float] | None:
-        """Return how much faster a dynamic order was than its table, and how much it should be.
+        """Return how much faster a dynamic order was than its table, and should have been.
 
-        These are medians over the draws, as measured, and with the simulated times of the two
-        orders that ran. None for other systems, without a table, or if nothing ran.
+        Both are medians over the draws: as measured, and with the simulated times of the two orders
+        that ran. Return None for other systems, without a table, or if nothing ran.
         """
         (name, scenario), figures = key, self.figures[key]
         dynamic = self.systems[name]
@@ -60,7 +60,7 @@ class Compared:
         )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
-        """Return all results, for a JSON file."""
+        """Return all results for a JSON file."""
         return {
             "conditions": self.conditions,
             "pp": self.sizes.pp,
@@ -82,15 +82,15 @@ def compare(
     simulates: bool = False,
     **where: Any,
 ) -> Compared:
-    """Run systems in turn; if one fails, record that and run the others.
+    """Run systems one after another. If one fails, record that and run the others.
 
     Args:
         selection: Systems, each with its scenarios.
-        sizes: Sizes of the measurement; `steps` is the number of draws per scenario.
+        sizes: Sizes of the measurement. `steps` is the number of draws per scenario.
         repetitions: How often to run all draws.
-        conditions: Further description of the machine.
-        simulates: Compute the expected times instead of measuring; only for our systems.
-        where: Device and environment of the ranks; see `ranks.run`.
+        conditions: Additional description of the machine.
+        simulates: Compute the expected times instead of measuring. Only works for our systems.
+        where: The ranks' device and environment, see `ranks.run`.
     """
     compared = Compared(sizes)
     before = machine()
@@ -123,17 +123,17 @@ ON_DEVICE = ("system", "T ms", "T/ideal", "order", "T/order", "replay %", "ops %
 
 
 def cells(measured: Compared, key: Key, figures: Figures) -> dict[str, str]:
-    """Return the text of every column; see `Figures` and `speeds` for their meaning."""
+    """Return the text for every column. `Figures` and `speeds` explain their meaning."""
     name, scenario = key
     work_s = (
         measured.sizes.work_s
-    )  # the undisturbed work of one rank: a step without a bubble
+    )  # one rank's undisturbed work: a step without a bubble
     speed, of_orders = measured.speeds(key) or (None, None)
     return {
         "system": name if scenario == "quiet" else f"{name}, {scenario}",
         "T ms": f"{1e3 * figures.median_s:.0f}",
         "T/ideal": f"{figures.median_s / work_s:.3f}",
-        # The time of the order that ran, with exact ops and free messages.
+        # The time of the order that ran, with exact ops and messages that take no time.
         "order": f"{figures.optimum_s / work_s:.3f}",
         "T/order": f"{statistics.median(ratios(figures.seconds, figures.order_s)):.3f}",
         "replay %": f"{100 * statistics.median(figures.overheads):.1f}",
@@ -156,7 +156,7 @@ def table(comparisons: Sequence[Compared], columns: Sequence[str] = ON_HOST) -> 
 
 
 def report_failures(comparisons: Iterable[Compared]) -> int:
-    """Print which systems failed and why; return the exit code."""
+    """Print which systems failed and why, and return the exit code."""
     failures = [
         failure for compared in comparisons for failure in compared.failures.items()
     ]

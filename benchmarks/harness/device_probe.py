@@ -1,9 +1,9 @@
-"""The probe of a device that runs behind its host.
+"""The probe for a device that runs behind its host.
 
-The tests' emulated device takes the time of each op; the host only launches it. The kernel that
-takes the time is the first of its op, since in real training, too, a device starts an op's first
-kernel while the host is still launching the others. Events before and after an op, in the device's
-stream, give its times.
+The tests' emulated device spends the time of each op, and the host only launches it. The kernel
+that spends the time is the first one of its op, because in real training, too, a device starts an
+op's first kernel while the host is still launching the others. Events in the device's stream before
+and after an op provide its times.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _CLOCK_SAMPLES = 10
 
 
 class DeviceProbe(Probe):
-    """Lets the device spend the time of ops, and reads it from events."""
+    """Makes the device spend the time of ops, and reads that time from events."""
 
     def __init__(self, times: OpTimes, device: torch.device) -> None:
         super().__init__(times, device)
         self.timed: list[tuple[tuple[int, Kind, int], torch.Event, torch.Event]] = []
-        """Ops, with the events around them."""
+        """Ops with the events around them."""
 
     def meet(self) -> None:
         """Wait for all ranks, and relate the idle device's stream to the host's clock."""
@@ -47,12 +47,12 @@ class DeviceProbe(Probe):
         host_waits.reset()
 
     def finish(self) -> int:
-        """Wait until the device ends the step; return how often the host had waited before that."""
+        """Wait until the device finishes the step. Return how often the host had waited before."""
         waits = 0
         for (_, _, thread), count in host_waits.by_line().items():
             if (
                 "megatron-ext" not in thread
-            ):  # a staged transport's threads are meant to wait
+            ):  # a staged transport's threads are supposed to wait
                 waits += count
         devices.current().synchronize()
         return waits
@@ -60,19 +60,19 @@ class DeviceProbe(Probe):
     def op(
         self, kind: Kind, stage: int, microbatch: int
     ) -> AbstractContextManager[None]:
-        """Enqueue the time of an op, and record the device's work in this context as that op."""
+        """Enqueue an op's time, and record the device's work in this context as that op."""
         return TimedOp(self, (stage, kind, microbatch))
 
     def spend(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Do nothing, because the running op has already enqueued its time."""
 
     def enqueue(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Enqueue a kernel that takes the time of an op."""
+        """Enqueue a kernel that takes as long as an op."""
         lasts_us = 1e6 * self.times.seconds(kind, stage, microbatch)
         torch.ops.fake_musa.spend(self.device.index, lasts_us)
 
     def take(self) -> tuple[list[Op], float]:
-        """Return the ops and the peak since the last call; the device must have finished them."""
+        """Return the ops, which the device must have finished, and the peak since the last call."""
         ops = [
             Op(*name, self._at_s(begin), self._at_s(end))
             for name, begin, end in self.timed

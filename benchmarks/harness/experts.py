@@ -1,10 +1,11 @@
-"""Stages with experts: layers that exchange tokens with another rank, alone and in pairs.
+"""Stages with experts: layers that exchange tokens with other ranks, alone or in pairs.
 
 A layer computes attention, sends its tokens to their experts, computes the experts and sends the
-results back. Attention and experts each take half of the layer's computation. The ranks of an
-expert group meet in both exchanges, which then take the time of an all-to-all. Outside pairs, all
-four parts follow each other in one stream. In a pair, Megatron's `combined_forward_backward_step`
-runs them by its plan of a layer, with exchanges in a separate stream.
+results back. Attention and experts each account for half of the layer's computation. An expert
+group's ranks meet in both exchanges, which then take the time of an all-to-all. Outside pairs, all
+four parts run one after another in one stream. In a pair, Megatron's
+`combined_forward_backward_step` runs them according to its plan for a layer, with exchanges in a
+separate stream.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from .stage import MESSAGE_SHAPE, Chunk, Passing, Probe, first, weight_product
 
 
 class ExpertProbe(DeviceProbe):
-    """Lets each part of a layer spend its time in the stream in which it runs."""
+    """Makes each part of a layer spend its time in the stream that it runs in."""
 
     split: SplitBackward | None = None
     """Tells whether the running backward defers its weight gradients to W."""
 
     def enqueue(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Enqueue the time of a W, in parts; the parts of other ops enqueue their own."""
+        """Enqueue the time of a W, in parts. The parts of other ops enqueue their own time."""
         if kind != "W":
             return
         assert isinstance(self.times, ExpertTimes)
@@ -46,7 +47,7 @@ class ExpertProbe(DeviceProbe):
             self.part("attention", kind, (stage, microbatch), layer)
 
     def part(self, part: Part, kind: Kind, place: tuple[int, int], layer: int) -> None:
-        """Enqueue the time of a part of a layer, after a meeting if it exchanges tokens."""
+        """Enqueue the time of a layer's part, after a meeting if the part exchanges tokens."""
         times = self.times
         assert isinstance(times, ExpertTimes)
         share = 1.0
@@ -67,7 +68,7 @@ class ExpertProbe(DeviceProbe):
     def record_plans(
         self, split: SplitBackward | None = None, table: Schedule | None = None
     ) -> None:
-        """Record what plans run; both ops of a pair get the same time."""
+        """Record what plans run. Both ops of a pair get the same time."""
         self.split = split
         rows = () if table is None else table.rows
         split_backwards = {a[:3:2] for row in rows for a in row if a.kind == "W"}
@@ -97,7 +98,7 @@ class ExpertProbe(DeviceProbe):
 
 
 def _meet(device: torch.device) -> None:
-    """Make the current stream wait until the other ranks of the expert group have arrived."""
+    """Make the current stream wait until the expert group's other ranks have arrived."""
     group = parallel_state.get_expert_model_parallel_group()
     operations = []
     for peer in torch.distributed.get_process_group_ranks(group):
@@ -111,13 +112,13 @@ def _meet(device: torch.device) -> None:
 
 
 class _Layer(torch.nn.Module):
-    """A layer with experts, in four parts that are functions of `[s, b, h]`."""
+    """A layer with experts, split into four parts that are functions of `[s, b, h]`."""
 
     def __init__(self, probe: ExpertProbe, index: int) -> None:
         super().__init__()
         self.probe = probe
         self.index = index
-        """Its place in the stage."""
+        """Index within the stage."""
         self.place = (0, 0)
         """(stage, micro-batch) of the running forward."""
         weight = torch.zeros(MESSAGE_SHAPE[-1], 1, device=probe.device)
@@ -136,7 +137,7 @@ class _Layer(torch.nn.Module):
     def _spending(
         self, kind: Kind, part: Part
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function that spends a gradient's time; weight gradients may be left to W."""
+        """Return a function that spends a gradient's time. Weight gradients may be left to W."""
         place = self.place
         probe = self.probe
 
@@ -149,7 +150,7 @@ class _Layer(torch.nn.Module):
 
 
 class ExpertChunk(Chunk):
-    """A chunk of layers with experts, which runs in one stream, or by a plan."""
+    """A chunk of layers with experts that runs in one stream or by a plan."""
 
     def __init__(
         self, probe: Probe, config: Any, vp_stage: int | None, number: int
@@ -191,11 +192,11 @@ class _Node(pipeline_utils.ScheduleNode):
     delay_wgrad_compute = False
 
     def backward_dw(self) -> None:
-        """Do nothing: weight gradients are computed with the others, or by W."""
+        """Do nothing: weight gradients are computed with the others or by W."""
 
 
 class _LayerPlan(plans.TransformerLayerSchedulePlan):
-    """The parts of one layer, by Megatron's names."""
+    """The parts of one layer, under Megatron's names."""
 
     get_fp8_context = get_low_precision_context = staticmethod(
         nullcontext

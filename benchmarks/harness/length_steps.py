@@ -1,8 +1,8 @@
-"""Steps of sleeping stages whose micro-batches differ in their lengths.
+"""Steps of sleeping stages with micro-batches of different lengths.
 
-The data carry the position of each token in its sample. Stages pass it on, so that each op finds
-its time in its input: a part that grows with the tokens, and attention, which grows with their
-positions. Backwards spend attention twice in I and never in W, as real ones do.
+The data contain each token's position in its sample. Stages pass it on, so every op can derive its
+time from its input: a part that grows with the number of tokens, and attention, which grows with
+their positions. Like real ones, backwards spend the time of attention twice in I and never in W.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class LengthStep(NamedTuple):
     begin_s: float
     end_s: float
     peak_live: float
-    """Most activations alive, in samples of `SEQUENCE_LENGTH` tokens on one stage."""
+    """Maximum activations alive, in units of a sample of `SEQUENCE_LENGTH` tokens on one stage."""
     tables_s: float
-    """Time for the table of the step and its messages."""
+    """Time for the step's table and messages."""
 
 
 @dataclass(frozen=True)
 class LengthTimes(OpTimes):
-    """Times of ops by the tokens and positions of their inputs."""
+    """Times of ops, based on the tokens and positions in their inputs."""
 
     length_cost: LengthCost
     costs: dict[tuple[int, int], tuple[float, float]] = field(
         default_factory=dict, hash=False
     )
-    """By stage and number of the op: its cost without attention, and that of attention, relative to
-    a sample of `SEQUENCE_LENGTH` tokens."""
+    """(stage, number) of an op -> its cost without attention, and that of attention, relative to a
+    sample of `SEQUENCE_LENGTH` tokens."""
 
     def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
         linear, attention = self.costs[stage, microbatch]
@@ -64,7 +64,7 @@ class LengthTimes(OpTimes):
         return self.forward_s * self.share * cost
 
     def note(self, op: tuple[int, int], activation: torch.Tensor) -> None:
-        """Note what an op costs that computes this activation, `[s, 1, h]`."""
+        """Note the cost of the op that computes this activation, `[s, 1, h]`."""
         longest = self.length_cost.of_length(MESSAGE_SHAPE[0])
         positions = float(activation.detach()[:, 0, 0].double().sum())
         # Up to position p, attention costs quadratic * p^2.
@@ -75,10 +75,10 @@ class LengthTimes(OpTimes):
 
 
 class LengthProbe(Probe):
-    """Notes the cost of each op where the stage hands over its activation."""
+    """Notes the cost of each op when the stage hands over its activation."""
 
     def keep(self, activation: torch.Tensor) -> None:
-        """Count a new activation, and note what its op costs."""
+        """Count a new activation and note its op's cost."""
         super().keep(activation)
         assert isinstance(self.times, LengthTimes)
         self.times.note(self.current, activation)
@@ -87,7 +87,8 @@ class LengthProbe(Probe):
 def _items(packs: Sequence[Sequence[int]]) -> Iterator[dict[str, torch.Tensor]]:
     """Yield a micro-batch for each pack of samples."""
     for samples in packs:
-        # The middle of each token, so that the sum over a sample is half its square.
+        # Use the middle of each token, so the sum over a sample is
+        # half its squared length.
         positions = [torch.arange(length) + 0.5 for length in samples]
         bounds = list(accumulate(samples, initial=0))
         yield {
@@ -106,9 +107,10 @@ def measure(
     """Return this rank's record of each step.
 
     Args:
-        config: The pipeline of the system.
-        pp: Ranks of the pipeline.
-        steps: By step and micro-batch: the tokens of its samples, at most `SEQUENCE_LENGTH` in all.
+        config: The system's pipeline.
+        pp: Number of pipeline ranks.
+        steps: By step and micro-batch: the tokens in its samples, at most `SEQUENCE_LENGTH` in
+            total.
         length_cost: Cost of a sample by length.
         forward_s: Forward of a sample of `SEQUENCE_LENGTH` tokens on 1/pp of the model.
     """
@@ -128,7 +130,7 @@ def measure(
         variable_seq_lengths=True,
     )
     records = []
-    # The first step connects ranks.
+    # The first step connects the ranks.
     for number, packs in enumerate([steps[0], *steps]):
         step_forward_s = _WARMUP_S if number == 0 else forward_s
         probe.times = LengthTimes(step_forward_s, share, length_cost)
@@ -143,7 +145,7 @@ def measure(
         records.append(
             LengthStep(begin_s, end_s, share * peak_live, _tables_s() - tables_s)
         )
-    probe.meet()  # no rank may leave while others wait for its messages
+    probe.meet()  # no rank may exit while others wait for its messages
     return records[1:]
 
 

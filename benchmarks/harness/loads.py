@@ -1,7 +1,7 @@
-"""Unequal loads of experts: random ones with a given imbalance, and the workloads W0 to W7.
+"""Unequal expert loads: random ones with a given imbalance, and the workloads W0 to W7.
 
-A load is the time of a layer's experts on one expert rank, over the mean of all ranks. The parent
-of the ranks also imports this module, so it imports neither torch nor Megatron.
+A load is the time of a layer's experts on one expert rank, divided by the mean over all ranks. The
+ranks' parent also imports this module, so it must not import torch or Megatron.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 Loads = Sequence[Sequence[Sequence[float]]]
 """By layer of the model, micro-batch and expert rank."""
 _HOT = 2.0
-"""Load of a hot rank."""
+"""A hot rank's load."""
 
 
 class Size(NamedTuple):
@@ -24,15 +24,15 @@ class Size(NamedTuple):
     num_layers: int
     num_microbatches: int
     num_ranks: int
-    """Ranks of an expert group."""
+    """Number of ranks in an expert group."""
 
 
 class Workload(NamedTuple):
-    """Loads of one step."""
+    """The loads in one step."""
 
     experts: Loads
     attention: Loads = ()
-    """Loads of the ranks before tokens are sent to experts; empty: they are all 1."""
+    """The ranks' loads before tokens are sent to experts, or empty if they are all 1."""
 
 
 def drawn(size: Size, sigma: float, seed: int, persistence: float = 0.5) -> Loads:
@@ -40,7 +40,7 @@ def drawn(size: Size, sigma: float, seed: int, persistence: float = 0.5) -> Load
 
     Args:
         size: The size.
-        sigma: Deviation of the logarithm.
+        sigma: Standard deviation of the logarithm.
         seed: Seed of the draws.
         persistence: Exponent of the part that a layer keeps for the whole step.
     """
@@ -65,7 +65,7 @@ def imbalance_of(loads: Loads) -> float:
 
 
 def with_imbalance(size: Size, imbalance: float, seed: int = 0) -> Loads:
-    """Draw loads that have an imbalance."""
+    """Draw loads with the given imbalance."""
     low_sigma, high_sigma = 0.0, 8.0
     for _ in range(24):
         sigma = (low_sigma + high_sigma) / 2
@@ -82,7 +82,7 @@ def _normal(times: Sequence[float]) -> list[float]:
 
 
 def _hot(num_ranks: int, hot_rank: int, load: float = _HOT) -> list[float]:
-    """Return loads of which one is hot and the others share what is left."""
+    """Return loads with one hot rank, where the others share what is left."""
     other_load = (num_ranks - load) / (num_ranks - 1)
     return [load if rank == hot_rank else other_load for rank in range(num_ranks)]
 
@@ -90,7 +90,7 @@ def _hot(num_ranks: int, hot_rank: int, load: float = _HOT) -> list[float]:
 def _by_place(
     size: Size, loads_at: Callable[[int, int], Sequence[float]]
 ) -> list[list[Sequence[float]]]:
-    """Return the loads that a function gives for each layer and micro-batch."""
+    """Return the loads that a function returns for each layer and micro-batch."""
     loads = []
     for layer in range(size.num_layers):
         row = [loads_at(layer, number) for number in range(size.num_microbatches)]
@@ -121,7 +121,7 @@ def workloads(size: Size) -> dict[str, Workload]:
             _by_place(size, lambda layer, _: _hot(num_ranks, hot_of_layer[layer]))
         ),
         "W2 hot rank": Workload(_by_place(size, lambda _layer, _: _hot(num_ranks, 0))),
-        # The hot experts of W1, one on each rank.
+        # W1's hot experts, one on each rank.
         "W3 spread hot experts": Workload(balanced),
         "W4 ragged sources": Workload(balanced, _by_place(size, ragged_sources)),
         "W5 rank without tokens": Workload(

@@ -1,7 +1,7 @@
-"""Steps of Megatron's own schedules, through its own functions.
+"""Steps of Megatron's own schedules, run by its own functions.
 
-They run on the CPU through this package's device redirects, which do not change schedules. The
-options are the same as in training: deallocated outputs, and either kind of P2P for interleaved.
+On the CPU, they use this package's device redirects, which do not change schedules. Options are the
+same as in training: outputs are deallocated, and interleaved uses either kind of P2P.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .stage import MESSAGE_SHAPE, Chunk, Probe, first
 
 
 def _initialize(pp: int, virtual_pp: int | None, experts: int) -> None:
-    """Initialise Megatron's groups, with one communicator for all groups of the same ranks.
+    """Initialise Megatron's groups, sharing one communicator among groups of the same ranks.
 
-    Each gloo communicator has a thread that wakes up every few milliseconds. Megatron's two dozen
-    would keep two cores from sleeping.
+    Every gloo communicator has a thread that wakes up every few milliseconds. Megatron's two dozen
+    communicators would keep two cores from sleeping.
     """
     new_group = torch.distributed.new_group
     world = tuple(range(torch.distributed.get_world_size()))
@@ -47,7 +47,7 @@ def _initialize(pp: int, virtual_pp: int | None, experts: int) -> None:
 
 
 def make_config(pp: int, **options: Any) -> TransformerConfig:
-    """Return the configuration of emulated stages."""
+    """Return the configuration for emulated stages."""
     return TransformerConfig(
         num_layers=1,
         hidden_size=MESSAGE_SHAPE[-1],
@@ -61,7 +61,7 @@ def make_config(pp: int, **options: Any) -> TransformerConfig:
 
 
 def batches(probe: Probe) -> Iterator[dict[str, torch.Tensor]]:
-    """Return the data of a step."""
+    """Return the data for a step."""
     seq_length, micro_batch_size, _ = MESSAGE_SHAPE
     return itertools.repeat(
         {"tokens": torch.zeros(micro_batch_size, seq_length, device=probe.device)}
@@ -71,14 +71,14 @@ def batches(probe: Probe) -> Iterator[dict[str, torch.Tensor]]:
 def forward_step(
     data: Iterator[Any], chunk: Chunk, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
-    """Return the output of a chunk, or its plan, and the loss function."""
+    """Return a chunk's output or plan, and the loss function."""
 
     def loss(
         output: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         count = torch.full(
             (), output.numel(), device=output.device
-        )  # avoids a copy to it
+        )  # avoids a copy to the device
         return (
             output.sum(),
             count,
@@ -97,17 +97,17 @@ def set_up(
     backward_kind: Callable[[], Kind],
     **settings: Any,
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Initialise Megatron, build the stages of this rank and record their steps.
+    """Initialise Megatron, build this rank's stages and record their steps.
 
     Args:
-        placement: Where the stages are. Ranks beyond it exchange tokens with experts.
-        num_microbatches: Micro-batches in one step.
-        probe: Records the ops, and creates the chunks.
-        backward_kind: Returns the kind of a backward step that starts now.
-        settings: More settings of the configuration.
+        placement: Where the stages are. Any further ranks exchange tokens with experts.
+        num_microbatches: Micro-batches per step.
+        probe: Records the ops and creates the chunks.
+        backward_kind: Returns the kind of the backward step that is about to start.
+        settings: Additional configuration settings.
 
     Returns:
-        The stages, and the arguments of a forward-backward function.
+        The stages, and the arguments for a forward-backward function.
     """
     pp = placement.num_ranks
     num_chunks = placement.num_stages // placement.num_ranks
@@ -119,7 +119,7 @@ def set_up(
         virtual_pipeline_model_parallel_size=virtual,
         num_moe_experts=2 * experts if experts > 1 else None,
         expert_model_parallel_size=experts,
-        moe_token_dispatcher_type="alltoall",  # required by pairs
+        moe_token_dispatcher_type="alltoall",  # required for pairs
         **settings,
     )
     stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
@@ -139,7 +139,7 @@ def set_up(
 def _record_steps(
     probe: Probe, stages: tuple[int, ...], backward_kind: Callable[[], Kind]
 ) -> None:
-    """Record every forward and backward step that this process runs, for the rest of its life."""
+    """Record every forward and backward step that this process runs from now on."""
     run_forward = schedules.forward_step
     run_backward = schedules.backward_step
 
@@ -151,9 +151,7 @@ def _record_steps(
             first(output).benchmark_key = key
         return output, num_tokens
 
-    @functools.wraps(
-        run_backward
-    )  # keeps the parameters, by which releases are told apart
+    @functools.wraps(run_backward)  # keeps the parameters, which tell releases apart
     def recorded_backward(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
         kind = backward_kind()
         probe.splitting = kind == "I"
@@ -171,7 +169,7 @@ def prepare(
 ) -> Callable[[], object]:
     """Return a function that runs one step of `1f1b`, `interleaved-batched` or `-overlap`.
 
-    With `-overlap, experts` stages have experts, and Megatron overlaps their exchanges.
+    With `-overlap, experts`, stages have experts, and Megatron overlaps their exchanges.
     """
     overlap = schedule.startswith("interleaved-overlap")
     _, keywords = set_up(
@@ -179,8 +177,8 @@ def prepare(
         overlap_p2p_comm=overlap,
         batch_p2p_comm=not overlap,
     )  # fmt: skip
-    # Set only after construction, because Megatron's check requires half precision, which only
-    # kernels need.
+    # Set this after construction, because Megatron's check requires half precision,
+    # which only kernels need.
     keywords["model"][0].config.overlap_moe_expert_parallel_comm = schedule.endswith(
         "experts"
     )

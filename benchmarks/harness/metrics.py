@@ -1,9 +1,9 @@
-"""Figures from the records of all ranks.
+"""Computes figures from all ranks' records.
 
 The *replay* keeps the order in which each rank ran its ops and starts every op as early as
-possible: when its rank is free and its inputs exist, with free messages. Its time with the recorded
-durations shows the overhead of runtime and messages (both contain the noise of the ops); with the
-nominal durations it shows the quality of the order.
+possible: as soon as its rank is free and its inputs exist, with messages that take no time. With
+the recorded durations, its time shows the overhead of the runtime and messages (both times contain
+the noise of the ops). With the nominal durations, it shows the quality of the order.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from megatron_ext.schedules import Placement
 from .ops import Op, OpTimes, Step
 
 _Made = dict[tuple[str, int, int, int], float]
-"""(F or B, stage, micro-batch, twin) -> the time from which this tensor exists."""
+"""(F or B, stage, micro-batch, twin) -> the time at which this tensor becomes available."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one system; the unit of activations is one micro-batch on 1/pp of the model.
+    """One system's figures. Activations are in units of one micro-batch on 1/pp of the model.
 
-    Lists have one item per draw of the ops' times, from the draw's shortest repetition, since other
-    load only adds time. Without draws, each step counts as a draw.
+    Lists have one item per draw of the ops' times, from the draw's shortest repetition, because
+    other load only adds time. Without draws, every step counts as a draw.
     """
 
     seconds: list[float]
-    """Time of the step, from the start of its first rank to the end of its last rank."""
+    """Step time, from when the first rank starts to when the last rank ends."""
     peak_of_order: float
-    """Activations that the order must keep on the worst rank, from F to B or W; in a sliced table,
-    counted in slices."""
+    """Activations that the order must keep on the worst rank, from F to B or W, counted in slices
+    if the table is sliced."""
     order_s: list[float] = field(default_factory=list)
-    """Time of the order that ran, with exact ops and free messages."""
+    """Time of the order that ran, with exact ops and messages that take no time."""
     overheads: list[float] = field(default_factory=list)
-    """The time of the step divided by the time of that order with the measured ops, minus 1: the
-    overhead of runtime and messages."""
+    """Step time divided by the time of that order with the measured ops, minus 1: the overhead of
+    the runtime and messages."""
     op_inflation: float = 0.0
-    """Time recorded in ops divided by their nominal time, minus 1."""
+    """Recorded time of ops divided by their nominal time, minus 1."""
     peak_live: float = 0.0
-    """Most activations alive at once, on the worst rank."""
+    """Maximum number of activations alive at once, on the worst rank."""
     cpu_s: float = 0.0
-    """Median over the steps of the mean processor time of a rank."""
+    """Mean processor time per rank, as the median over the steps."""
     num_ops: int = 0
-    """Largest number of ops of a rank in one step."""
+    """Largest number of ops on a rank in one step."""
     hops: float = 0.0
-    """Messages on the longest path of the order that ran, which grows by that many latencies."""
+    """Number of messages on the longest path of the order that ran; each adds a latency to it."""
     gap_s: float = 0.0
     """Median time from the end of an op to the start of the rank's next op, if its input was
     ready."""
     hop_s: float = 0.0
-    """Median time from the end of an op to the start of an op waiting for it on another rank."""
+    """Median time from the end of an op to the start of an op that waits for it on another rank."""
     waits_per_action: float = 0.0
     """How often a host waited for its device, per action."""
 
     @property
     def median_s(self) -> float:
-        """Median time of a step."""
+        """Median step time."""
         return statistics.median(self.seconds)
 
     @property
@@ -75,8 +75,8 @@ def evaluate(
     """Return the figures of a measurement.
 
     Args:
-        steps: By rank of the world, then by step: all draws, repeated for each repetition.
-        placement: Where the stages are; rank r of pipeline t is rank `r * twins + t` of the world.
+        steps: By rank of the world, then by step: all draws, once per repetition.
+        placement: Where the stages are. Rank r of pipeline t is rank `r * twins + t` of the world.
         draws: Nominal times of the ops in each draw.
     """
     totals = _Totals()
@@ -86,7 +86,7 @@ def evaluate(
         number = position % len(draws)
         timing = totals.add(ranks, placement, draws[number])
         timings_of_draws[number].append(timing)
-    # Take the shortest repetition of each draw: tuples compare first by the time of the step.
+    # Take the shortest repetition of each draw: tuples compare by step time first.
     shortest = [min(timings) for timings in timings_of_draws]
     return Figures(
         seconds=[timing.step_s for timing in shortest],
@@ -105,7 +105,7 @@ def evaluate(
 
 
 class _Timing(NamedTuple):
-    """The times of one step, as in `Figures`."""
+    """One step's times, as in `Figures`."""
 
     step_s: float
     order_s: float
@@ -114,7 +114,7 @@ class _Timing(NamedTuple):
 
 @dataclass
 class _Totals:
-    """Sums, maxima and samples over all steps of a measurement; see `Figures`."""
+    """Sums, maxima and samples over all steps of a measurement, see `Figures`."""
 
     spent_s: float = 0.0
     nominal_s: float = 0.0
@@ -130,11 +130,12 @@ class _Totals:
     def add(
         self, ranks: Sequence[Step], placement: Placement, draw: OpTimes
     ) -> _Timing:
-        """Add a step of all ranks, whose ops had the nominal times of a draw."""
+        """Add all ranks' records of a step whose ops had a draw's nominal times."""
         rows = [step.ops for step in ranks]
         order_s = replay(rows, placement, draw.of)
         replay_s = replay(rows, placement, lambda op: op.duration_s)
-        # A latency too small to change the longest path lengthens the order by one latency per hop.
+        # A latency that is too small to change the longest path lengthens the
+        # order by one latency per hop.
         latency_s = 1e-6 * draw.forward_s
         with_latency_s = replay(rows, placement, draw.of, latency_s)
         self.hops.append(round((with_latency_s - order_s) / latency_s))
@@ -152,7 +153,7 @@ class _Totals:
         return _Timing(seconds_of(ranks), order_s, (last_s - first_s) / replay_s - 1)
 
     def _add_gaps(self, rows: Sequence[Sequence[Op]], placement: Placement) -> None:
-        """Add the gaps between ops on a rank, and between an op and its input from another rank."""
+        """Add the gaps between a rank's ops, and between ops and their inputs from other ranks."""
         ends_s: _Made = {}
         for rank, row in enumerate(rows):
             for op in row:
@@ -162,7 +163,8 @@ class _Totals:
             for previous, op in pairwise(row):
                 ready_s = _ready(op, rank % placement.twins, placement, ends_s, 0.0)
                 assert ready_s is not None
-                # If an op's input arrived before its rank was free, the gap is the runtime's time.
+                # If an op's input arrived before its rank was free, the
+                # gap is the runtime's time.
                 if ready_s <= previous.end_s:
                     self.gaps_s.append(op.begin_s - previous.end_s)
                 else:
@@ -170,12 +172,12 @@ class _Totals:
 
 
 def seconds_of(ranks: Sequence[Step]) -> float:
-    """Return the time of a step, from the start of its first rank to the end of its last rank."""
+    """Return the step time, from when the first rank starts to when the last rank ends."""
     return max(step.end_s for step in ranks) - min(step.begin_s for step in ranks)
 
 
 def peak(row: Sequence[Op]) -> int:
-    """Return the most activations that an order of ops keeps: from F to B or W."""
+    """Return the maximum number of activations that an order of ops keeps, from F to B or W."""
     live = highest = 0
     for op in row:
         live += {"F": 1, "I": 0}.get(op.kind, -1)
@@ -194,8 +196,9 @@ def replay(
     Args:
         rows: By rank of the world: the ops in the order in which they ran.
         placement: Where the stages are.
-        duration_s: The time of an op.
-        latency_s: Time from the end of an op to the start of an op waiting for it on another rank.
+        duration_s: Returns an op's duration.
+        latency_s: Time from the end of an op to the start of an op that waits for it on another
+            rank.
 
     Raises:
         ValueError: The order is impossible, so the record is wrong.
@@ -203,7 +206,7 @@ def replay(
     ready_s: _Made = {}
     position = [0] * len(rows)
     now = [0.0] * len(rows)
-    # Advance each rank as far as inputs exist, until no rank gets any further.
+    # Advance every rank as far as its inputs allow, until no rank makes progress.
     progress = True
     while progress:
         progress = False
@@ -234,7 +237,7 @@ def _made_by(op: Op, twin: int) -> tuple[str, int, int, int]:
 def _ready(
     op: Op, twin: int, placement: Placement, ready_s: _Made, latency_s: float
 ) -> float | None:
-    """Return the time from which the input of an op exists, or None."""
+    """Return the time at which an op's input becomes available, or None."""
     source = placement.source(op.stage, op.kind)
     if source is None:
         return 0.0

@@ -1,8 +1,8 @@
-"""The records of a rank, and the nominal times of its ops and messages.
+"""A rank's records, and the nominal times of its ops and messages.
 
 Scenarios disturb the times. A draw depends only on the seed, the step and the op or message, so all
-systems get the same draws; factors have mean 1. The parent of the ranks also imports this module,
-so it imports neither torch nor Megatron.
+systems get the same draws. Factors have mean 1. The ranks' parent also imports this module, so it
+must not import torch or Megatron.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron_ext.schedules import Kind
 from .loads import Loads
 
 SEQUENCE_LENGTH = 1024
-"""Sequence length of the emulated model, in tokens: enough for slices of any cost."""
+"""Sequence length of the emulated model, in tokens, which is enough for slices of any cost."""
 LAYERS = 4
-"""Layers on 1/pp of a model with experts."""
+"""Number of layers on 1/pp of a model with experts."""
 Part = Literal["attention", "dispatch", "experts", "combine"]
 """A part of such a layer."""
 
@@ -32,20 +32,20 @@ class Sizes:
     pp: int
     num_microbatches: int
     forward_s: float
-    """Forward of one device share; each gradient takes as long."""
+    """Forward of one device share. Each gradient takes the same time."""
     warmup: int
     steps: int
     timeout_s: float = 60.0
-    """Time-out of every wait."""
+    """Time-out for every wait."""
 
     @property
     def work_s(self) -> float:
-        """Undisturbed work of a rank."""
+        """A rank's undisturbed work."""
         return 3 * self.num_microbatches * self.forward_s
 
 
 class Op(NamedTuple):
-    """One executed action of one rank; times are of the machine's monotonic clock, in seconds."""
+    """An action that a rank executed. Times are on the machine's monotonic clock, in seconds."""
 
     stage: int
     kind: Kind
@@ -64,23 +64,24 @@ class OpTimes:
     """Durations of ops."""
 
     forward_s: float
-    """Forward of one device share (1/pp of the model); each gradient takes as long."""
+    """Forward of one device share (1/pp of the model). Each gradient takes the same time."""
     share: float
-    """Size of one stage, as a fraction of a device share."""
-    # Excluded from the hash, by which simulations are cached, because mappings cannot be hashed.
+    """Size of a stage, as a fraction of a device share."""
+    # Mappings cannot be hashed, so exclude this one from the hash, which is
+    # used to cache simulations.
     slices: Mapping[Kind, Sequence[float]] = field(
         default_factory=dict, kw_only=True, hash=False
     )
-    """By kind: each slice's share of a micro-batch's time; empty: micro-batches are whole."""
+    """By kind: each slice's share of a micro-batch's time, or empty if micro-batches are whole."""
 
     def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
-        """Return the time of one op; in sliced tables, micro-batches are slices."""
+        """Return an op's time. In sliced tables, micro-batches are slices."""
         seconds = self.forward_s * self.share
         shares = self.slices.get(kind, (1.0,))
         return seconds * (2 if kind == "B" else 1) * shares[microbatch % len(shares)]
 
     def of(self, op: Op) -> float:
-        """Return the nominal time of an op."""
+        """Return an op's nominal time."""
         return self.seconds(op.kind, op.stage, op.microbatch)
 
     def latency_s(self, kind: Kind, stage: int, microbatch: int) -> float:
@@ -95,18 +96,18 @@ class ExpertTimes(OpTimes):
     all_to_all: float = field(default=0.0, kw_only=True)
     """All-to-all in a forward or an input gradient, relative to the computation."""
     exchange_share: float = field(default=1.0, kw_only=True)
-    """Share of a device that an exchange uses; below 1, kernels run beside it."""
+    """Share of a device that an exchange uses. If it is below 1, kernels run at the same time."""
     weight_waves: int = field(default=1, kw_only=True)
-    """Kernels of the weight gradient of a layer's part. The device chooses between two of them, as
-    a GPU chooses between streams whenever thread blocks have ended."""
+    """Number of kernels per weight gradient of a layer's part. Between two of them, the device
+    chooses what to run, just as a GPU chooses between streams whenever thread blocks finish."""
     experts: Loads = field(default=(), kw_only=True, hash=False)
-    """Loads of the experts; empty: they are all 1."""
+    """Loads of the experts, or empty if they are all 1."""
     attention: Loads = field(default=(), kw_only=True, hash=False)
-    """Loads of attention; empty: they are all 1."""
+    """Loads of attention, or empty if they are all 1."""
 
     @property
     def num_layers(self) -> int:
-        """Layers of a stage."""
+        """Number of layers on a stage."""
         return round(LAYERS * self.share)
 
     def part_s(
@@ -118,7 +119,7 @@ class ExpertTimes(OpTimes):
         layer: int = 0,
         expert_rank: int = 0,
     ) -> float:
-        """Return the time of a part of one layer; `layer` is its index within the stage."""
+        """Return the time of a layer's part. `layer` is the index within the stage."""
         layer_s = self.seconds(kind, stage, microbatch) / (LAYERS * self.share)
         if part in ("dispatch", "combine"):
             return layer_s / 2 * self.all_to_all
@@ -129,7 +130,7 @@ class ExpertTimes(OpTimes):
         return layer_s / 2 * load
 
     def stage_work_s(self, stage: int, microbatch: int, expert_rank: int) -> float:
-        """Return the computation of a stage for a micro-batch: forward and both gradients."""
+        """Return a stage's computation for a micro-batch: forward and both gradients."""
         work_s = 0.0
         kinds: tuple[Kind, ...] = ("F", "I", "W")
         parts: tuple[Part, ...] = ("attention", "experts")
@@ -142,7 +143,7 @@ class ExpertTimes(OpTimes):
         return work_s
 
     def exchange_s(self, op: Op) -> float:
-        """Return the time of all-to-all in an op."""
+        """Return the time of an op's all-to-all."""
         if op.kind == "W":
             return 0.0
         return self.all_to_all * self.seconds("F", op.stage, op.microbatch)
@@ -150,22 +151,22 @@ class ExpertTimes(OpTimes):
 
 @dataclass(frozen=True)
 class Scenario:
-    """One kind of disturbance; times in forwards of 1/pp of the model."""
+    """One kind of disturbance. Times are in forwards of 1/pp of the model."""
 
     jitter: float = 0.0
-    """Sigma of the log-normal factor on each op."""
+    """Sigma of the log-normal factor for each op."""
     microbatch: float = 0.0
-    """Sigma of the log-normal factor on all ops of a micro-batch."""
+    """Sigma of the log-normal factor for all ops of a micro-batch."""
     slow_rank: float = 1.0
-    """Factor on the ops of the rank in the middle."""
+    """Factor for the middle rank's ops."""
     spikes: float = 0.0
     """Fraction of the middle rank's ops that take two forwards longer."""
     latency: float = 0.0
     """Mean of the log-normal time (sigma 1) from the end of an op until its message arrives."""
     slow_hop: float = 0.0
-    """Additional constant latency between the two ranks in the middle."""
+    """Additional constant latency between the two middle ranks."""
     last_stage: float = 1.0
-    """Factor on the ops of the last stage."""
+    """Factor for the last stage's ops."""
 
     @property
     def delays_messages(self) -> bool:
@@ -189,7 +190,7 @@ SCENARIOS = {
 
 @dataclass(frozen=True)
 class NoisyTimes(OpTimes):
-    """Durations of each op and each message of one step."""
+    """Durations of all ops and messages in one step."""
 
     scenario: Scenario
     rank_of: Sequence[int]
@@ -242,7 +243,7 @@ class NoisyTimes(OpTimes):
 
 
 class Step(NamedTuple):
-    """Records of one rank in one step."""
+    """One rank's records of one step."""
 
     begin_s: float
     end_s: float
@@ -250,8 +251,8 @@ class Step(NamedTuple):
     peak_live: float
     """Peak of stage activations, in whole micro-batches."""
     cpu_s: float = 0.0
-    """Processor time of the rank."""
+    """The rank's processor time."""
     runtime_s: float = 0.0
-    """Processor time outside ops in the thread that runs them, without waits."""
+    """Processor time outside ops, in the thread that runs them, without waits."""
     host_waits: int = 0
     """How often the host waited for its device."""

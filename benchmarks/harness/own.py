@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], object]:
-    """Return a function that runs one step of a chosen schedule.
+    """Return a function that runs one step of a schedule.
 
-    A schedule with twins is hosted as in training: half as many pipeline ranks, each twice.
+    Twins are hosted as in training: with half as many pipeline ranks, each of them twice.
 
     Args:
-        pipeline: The pipeline that training would use.
+        pipeline: The pipeline as training would use it.
         probe: Records the ops.
     """
     activate_configuration(Active(pipeline.config, pipeline))
@@ -60,10 +60,10 @@ def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], object]:
 def emulate_split(probe: Probe, split: SplitBackward) -> None:
     """Sleep for a deferred weight gradient's time where the split computes it, and record it.
 
-    The split computes the gradient itself, from the operands that it kept.
+    The split itself computes the gradient from the operands that it kept.
     """
     run = split.run
-    # W that have run before their place in the table, where `run` only completes them.
+    # W that ran before their place in the table, where `run` only completes them.
     early_weights: set[tuple[int, int]] = set()
 
     def running(
@@ -77,7 +77,7 @@ def emulate_split(probe: Probe, split: SplitBackward) -> None:
             early_weights.add((stage, microbatch))
         with probe.op("W", stage, microbatch):
             assert (stage, microbatch) in split.pending(), (
-                "the split left the stage's linear alone"
+                "the split did not defer the stage's linear"
             )
             run(stage, microbatch, in_current_stream=in_current_stream)
             probe.spend("W", stage, microbatch)
@@ -86,7 +86,7 @@ def emulate_split(probe: Probe, split: SplitBackward) -> None:
 
 
 class _LateTransport:
-    """Wraps a transport so that its messages take the time given by the scenario."""
+    """Wraps a transport to make its messages take the time that the scenario specifies."""
 
     def __init__(self, inner: Transport, probe: Probe) -> None:
         self._inner = inner
@@ -106,7 +106,7 @@ class _LateTransport:
         self._inner.begin(expected, slots)
 
     def isend(self, tensor: torch.Tensor, target: int, key: Message) -> None:
-        if key.kind == "D":  # decisions are not late
+        if key.kind == "D":  # decisions are never late
             self._inner.isend(tensor, target, key)
             return
         tensor = tensor.detach().clone()

@@ -1,4 +1,4 @@
-"""Starts the ranks of a measurement with the tests' harness, and measures on each."""
+"""Starts a measurement's ranks with the tests' harness and measures on each of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 DEVICE_COSTS = {"copy_us": 10.0, "copied_per_us": 20_000.0, "message_us": 30.0}
-"""Costs, besides the launch, of a copy between emulated devices and of a communicator's
+"""Costs, in addition to the launch, of a copy between emulated devices and of a communicator's
 operation."""
 
 
@@ -37,20 +37,20 @@ def run(
     device: str = "cpu",
     env: Mapping[str, str] | None = None,
 ) -> list[_T]:
-    """Run a measurement in one process per pipeline rank; return its values by rank.
+    """Run a measurement in one process per pipeline rank, and return its values by rank.
 
     Args:
-        measure: The function to call with system, sizes and `args`.
+        measure: The function to call with `system`, `sizes` and `args`.
         system: What is measured.
         sizes: How much is run.
-        args: More arguments for `measure`.
-        repeats: How often it runs the steps in `sizes`; scales the time-out.
-        replicas: Data-parallel replicas of the pipeline.
-        device: The device backend of the ranks.
-        env: Variables to add to their environment.
+        args: Additional arguments for `measure`.
+        repeats: How often it runs the steps in `sizes`, which scales the time-out.
+        replicas: Number of data-parallel replicas of the pipeline.
+        device: The ranks' device backend.
+        env: Variables to add to the ranks' environment.
 
     Raises:
-        RanksFailed: A rank failed, or the ranks took much longer than their work.
+        RanksFailed: A rank failed, or the ranks took much longer than their work should take.
     """
     work_s = sizes.work_s * (sizes.warmup + sizes.steps) * repeats
     limit_s = sizes.timeout_s + 4 * work_s
@@ -63,12 +63,12 @@ def run(
 def emulated_device(
     sizes: Sizes, connections: int = 8, **more_costs: float
 ) -> dict[str, Any]:
-    """Return the keywords with which `run` uses the emulated device; `conditions` gives its costs.
+    """Return the keywords that make `run` use the emulated device. `conditions` lists its costs.
 
-    `more_costs` are by the names in `tests/fake_musa/csrc/mode.h`.
+    `more_costs` uses the names in `tests/fake_musa/csrc/mode.h`.
 
     Raises:
-        SystemExit: The device cannot be built; the message says why.
+        SystemExit: The device cannot be built. The message says why.
     """
     try:
         build.environment()
@@ -89,26 +89,26 @@ def emulated_device(
 
 
 def clean_up_when_terminated() -> None:
-    """Make SIGTERM act like an interrupt, so that ranks and their files are cleaned up."""
+    """Make SIGTERM act like an interrupt, so ranks and their files get cleaned up."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def measure(
     system: System, sizes: Sizes, times: Sequence[OpTimes] = (), waits: bool = False
 ) -> list[Step]:
-    """Return this rank's records of each measured step.
+    """Return this rank's records of all measured steps.
 
     Args:
         system: What is measured.
         sizes: How much is run.
-        times: For each step, the times of its ops and messages; empty: `sizes.steps` steps with the
-            system's times.
+        times: For each step, the times of its ops and messages. If empty, run `sizes.steps` steps
+            with the system's times.
         waits: Whether messages take time.
     """
     times = times or [system.times(sizes)] * sizes.steps
     step, probe = prepare(system, sizes, times[0], waits=waits)
     records = []
-    # The first steps connect ranks, allocate memory and fill caches.
+    # The first steps connect the ranks, allocate memory and fill caches.
     for probe.times in [times[0]] * sizes.warmup + list(times):
         probe.meet()
         probe.cpu_s, cpu_s, begin_s = 0.0, time.process_time(), time.perf_counter()
@@ -121,12 +121,12 @@ def measure(
         records.append(
             Step(begin_s, end_s, *probe.take(), cpu_s, runtime_s, host_waits)
         )
-    probe.meet()  # no rank may leave while others wait for its messages
+    probe.meet()  # no rank may exit while others wait for its messages
     return records[sizes.warmup :]
 
 
 def overhead_s(system: System, sizes: Sizes) -> float:
-    """Return the processor time outside ops, per op, in a rank's best step; the largest."""
+    """Return the worst rank's processor time outside ops, per op, in its best step."""
     by_rank = run(measure, system, sizes)
     return max(
         min(step.runtime_s / len(step.ops) for step in steps) for steps in by_rank
@@ -136,7 +136,7 @@ def overhead_s(system: System, sizes: Sizes) -> float:
 def prepare(
     system: System, sizes: Sizes, times: OpTimes | None = None, *, waits: bool = False
 ) -> tuple[Callable[[], object], Probe]:
-    """Join the other ranks; return a function that runs one step, and the probe that records it."""
+    """Join the other ranks. Return a function that runs one step, and the probe that records it."""
     import torch  # not in the parent, which also imports this module
 
     from megatron_ext import devices
@@ -145,9 +145,10 @@ def prepare(
     rank = int(os.environ["RANK"])
     device.bind(rank)
     if device.name == "cpu":
-        # Pin each rank to separate CPUs, as launchers do; if there are too few, neighbours still
-        # differ. Otherwise the kernel wakes a receiver on its sender's CPU, where the sender
-        # continues with its next op, while another CPU may be idle.
+        # Pin each rank to separate CPUs, as launchers do. If there are too few, at
+        # least neighbours get different ones. Otherwise, the kernel would wake a
+        # receiver on its sender's CPU, where the sender continues with its next op,
+        # even if another CPU is idle.
         cpus = sorted(os.sched_getaffinity(0))
         rank_cpus = cpus[rank :: int(os.environ["WORLD_SIZE"])]
         os.sched_setaffinity(0, rank_cpus or [cpus[rank % len(cpus)]])
@@ -158,5 +159,5 @@ def prepare(
     step = system.prepare(sizes.pp, sizes.num_microbatches, probe, sizes.timeout_s)
     gc.collect()
     gc.freeze()  # existing objects stay, so collections can skip them
-    gc.disable()  # a collection would disturb some op
+    gc.disable()  # a collection would disturb an op
     return step, probe

@@ -22,11 +22,11 @@ from .ops import SCENARIOS, NoisyTimes, OpTimes, Sizes
 from .systems import Own, System
 
 _LATENCY = 0.01
-"""Latency of every message in addition to the scenario's: that of shared memory, in forwards."""
+"""Latency of every message on top of the scenario's: that of shared memory, in forwards."""
 
 
 def noisy(system: System, sizes: Sizes, name: str) -> list[NoisyTimes]:
-    """Return a scenario's draws for the stages of a system: one for each of `sizes.steps`."""
+    """Return a scenario's draws for a system's stages: one for each of `sizes.steps`."""
     share = system.share(sizes.pp)
     rank_of = system.placement(sizes.pp).rank_of
     return [
@@ -42,13 +42,13 @@ def measure(
     repetitions: int = 1,
     **where: Any,
 ) -> dict[str, Figures]:
-    """Run a system in these scenarios, with `sizes.steps` draws of each.
+    """Run a system in these scenarios, with `sizes.steps` draws each.
 
     Scenarios with late messages run separately, because stages or transports wait in them. `where`
-    gives the device and environment of the ranks; see `ranks.run`.
+    specifies the ranks' device and environment, see `ranks.run`.
 
     Raises:
-        ScheduleError: There is no such schedule for this size.
+        ScheduleError: The schedule does not exist for this size.
         RanksFailed: A rank failed.
     """
     system.check(sizes.pp, sizes.num_microbatches)
@@ -58,17 +58,18 @@ def measure(
         if not together:
             continue
         print(f"pp {sizes.pp}: {system.name}: {', '.join(together)}", file=sys.stderr)
-        # Repeat all draws in turn, so that a busy moment of the machine affects each only once.
+        # Repeat all draws in turn, so a busy moment of the machine
+        # affects each draw only once.
         draws: dict[str, Sequence[OpTimes]] = {}
         for name in together:
             if name == "quiet":
-                draws[name] = [system.times(sizes)] * sizes.steps  # of slices too
+                draws[name] = [system.times(sizes)] * sizes.steps  # including slices
             else:
                 draws[name] = noisy(system, sizes, name)
         times: list[OpTimes] = []
         for draws_of_name in draws.values():
             times += [*draws_of_name] * repetitions
-        repeats = 2 * repetitions * len(together)  # late messages make steps longer
+        repeats = 2 * repetitions * len(together)  # late messages lengthen steps
         by_rank = ranks.run(
             ranks.measure, system, sizes, times, waits, repeats=repeats, **where
         )
@@ -84,8 +85,8 @@ def measure(
 
 
 def expect(system: System, sizes: Sizes, names: Sequence[str]) -> dict[str, Figures]:
-    """Simulate a system in these scenarios, on a machine without overhead; times in forwards."""
-    assert isinstance(system, Own), "nobody else's runtime is simulated"
+    """Simulate a system in these scenarios without machine overhead. Times are in forwards."""
+    assert isinstance(system, Own), "other runtimes are not simulated"
     figures_by_name = {}
     for name in names:
         lines = [
@@ -98,9 +99,9 @@ def expect(system: System, sizes: Sizes, names: Sequence[str]) -> dict[str, Figu
 
 
 def limits(system: Own, sizes: Sizes, name: str) -> list[float]:
-    """Return how much faster than a fixed order any order can be at most, draw by draw.
+    """Return, draw by draw, how much faster than a fixed order any order can be at most.
 
-    This allows unlimited memory and split backwards.
+    The bound allows unlimited memory and split backwards.
     """
     size = sizes.pp, sizes.num_microbatches
     split = split_backwards(system.pipeline(*size).full)
@@ -115,7 +116,7 @@ def limits(system: Own, sizes: Sizes, name: str) -> list[float]:
 
 
 def simulated(system: Own, pp: int, num_microbatches: int, costs: Costs) -> Timeline:
-    """Return the simulation of a step."""
+    """Return a simulated step."""
     pipeline = system.pipeline(pp, num_microbatches)
     if pipeline.dynamic is None:
         return simulate(pipeline.full, costs)
@@ -128,7 +129,7 @@ def simulated(system: Own, pp: int, num_microbatches: int, costs: Costs) -> Time
 
 @dataclass(frozen=True)
 class _Drawn(Costs):
-    """The costs of one draw; forward, input and weight gradient are 1."""
+    """The costs of one draw. Forward, input gradient and weight gradient are 1."""
 
     times: NoisyTimes = field(kw_only=True)
     latency: float = 1.0
@@ -143,12 +144,12 @@ class _Drawn(Costs):
         return _factors(self.times, schedule.num_stages, schedule.num_microbatches)[1]
 
 
-# Cached because every policy and table of a comparison needs the same draws.
+# Cached, because every policy and table in a comparison needs the same draws.
 @cache
 def _factors(
     times: NoisyTimes, num_stages: int, num_microbatches: int
 ) -> tuple[dict[Kind, list[float]], dict[Kind, list[float]]]:
-    """Return the factors of actions, and the latencies of messages by the stage that sends them."""
+    """Return the factors of actions, and the latencies of messages by sending stage."""
 
     def latency(kind: Kind, target: int, m: int) -> float:
         inside = 0 <= target < num_stages
@@ -168,24 +169,25 @@ def _factors(
 
 
 class _Job(NamedTuple):
-    """An action as a job for its rank; times in the unit of the costs."""
+    """An action as a job for its rank. Times use the unit of the costs."""
 
     release: float
-    """Earliest start in any order: the length of the chain of its inputs."""
+    """Earliest start in any order: the length of the chain of inputs."""
     duration: float
     tail: float
-    """Minimum time of the chain of actions that need it."""
+    """Minimum time of the chain of actions that depend on it."""
 
 
 def shortest(schedule: Schedule, costs: Costs) -> float:
-    """Return a time that no order of the actions of a table can beat.
+    """Return a time that no order of a table's actions can beat.
 
-    Each rank is a machine whose jobs have release times and tails. The shortest schedule of one
-    machine that may interrupt its jobs always runs the released job of the longest tail (Jackson's
-    rule), and is never longer than one that may not. The bound is the longest of the ranks'.
+    Each rank is a machine whose jobs have release times and tails. If a single machine may
+    interrupt its jobs, its shortest schedule always runs the released job with the longest tail
+    (Jackson's rule), and is never longer than without interruptions. The bound is the maximum over
+    the ranks.
 
     Args:
-        schedule: The table, whose backwards are all split.
+        schedule: The table, in which all backwards are split.
         costs: Times of actions and links.
     """
     durations = costs.durations(schedule)
@@ -201,7 +203,7 @@ def shortest(schedule: Schedule, costs: Costs) -> float:
         )
 
     def under_way(kind: Kind, stage: int, m: int) -> float:
-        """Return the latency of an action's result; 0 at the ends of the pipeline."""
+        """Return the latency of an action's result, which is 0 at the ends of the pipeline."""
         hop = stage if kind == "F" else stage - 1
         if not 0 <= hop < last or schedule.placement.hops[hop] == "local":
             return 0.0
@@ -209,7 +211,7 @@ def shortest(schedule: Schedule, costs: Costs) -> float:
         return costs.latency * latencies[stage * schedule.num_microbatches + m]
 
     for m in range(schedule.num_microbatches):
-        # Down the stages, then back, with each W on the side.
+        # Forward through the stages, then back, with each W as a side branch.
         chain: list[tuple[Kind, int]] = [("F", stage) for stage in range(last + 1)]
         chain += [("I", stage) for stage in range(last, -1, -1)]
         release = 0.0

@@ -1,6 +1,6 @@
-"""Compares ways to give a slice the keys and values of earlier slices of its sample.
+"""Compares two ways to give a slice the keys and values of its sample's earlier slices.
 
-Both ways run here without attention, whose gradients are those of a sum over all that it reads.
+Both run without attention here, with the gradients of a sum over everything that attention reads.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megatron_ext.tools.text_table import aligned
 
 _HEADS, _WIDTH = 4, 64
 _ATTENTION = 0.3
-"""Share of attention in the cost of the sample, which decides where it is cut."""
+"""Attention's share of the sample's cost, which determines where the sample is cut."""
 _PAIRS = 9
 _WRITING = ("cat", "clone", "copy_", "add", "add_", "new_zeros")
 
 
 class _Appended(torch.autograd.Function):
-    """Appends a slice to a copy of all earlier ones, as long as each has memory of its own."""
+    """Appends a slice to a copy of all earlier ones, each of which has its own memory."""
 
     @staticmethod
     def forward(
@@ -76,11 +76,12 @@ class _Written(TorchDispatchMode):
 class _Figures(NamedTuple):
     written_bytes: int
     kept_bytes: int
-    """Storages that the reads of all slices keep for their backwards."""
+    """Size of the storages that all slices' reads keep for their backwards."""
 
 
 Way = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-"""Runs the forwards of a sample's slices, `[s, b, heads, width]` each: by slice, what it reads."""
+"""Runs the forwards of a sample's slices, `[s, b, heads, width]` each, and returns what each slice
+reads."""
 
 
 def _append(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -107,7 +108,7 @@ def _buffer(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _run(way: Way, parts: Sequence[torch.Tensor], incoming: torch.Tensor) -> float:
-    """Run forwards in order and backwards in reverse; return the seconds."""
+    """Run forwards in order and backwards in reverse order, and return the seconds taken."""
     for part in parts:
         part.grad = None
     begin_s = perf_counter()
@@ -133,7 +134,7 @@ def _figures(
 
 
 def compare_ways(length: int, numbers_of_slices: Sequence[int]) -> str:
-    """Return a table of both ways for a sample of that many tokens."""
+    """Return a table that compares both ways for a sample with that many tokens."""
     generator = torch.Generator().manual_seed(1)
     sample = torch.randn(length, 1, _HEADS, _WIDTH, generator=generator)
     incoming = torch.randn(length, 1, _HEADS, _WIDTH, generator=generator)
@@ -169,4 +170,4 @@ def compare_ways(length: int, numbers_of_slices: Sequence[int]) -> str:
         row += [f"{figure.written_bytes / sample.nbytes:.1f}" for figure in figures]
         row += [f"{figure.kept_bytes / sample.nbytes:.1f}" for figure in figures]
         rows.append([*row, f"{median(ratios):.2f}"])
-    return f"keys of one sample of {length} tokens, in units of their bytes\n\n{aligned(rows)}"
+    return f"keys of one sample with {length} tokens, in units of their size\n\n{aligned(rows)}"

@@ -1,20 +1,21 @@
 """The emulated stage, and the probe that records its ops and live activations.
 
-A stage computes `y = A(x + z) + weights(x)` and sleeps for the forward. `A` is the identity; its
-backward sleeps for the input gradient. The weights are a real, tiny linear layer of Megatron's, so
-a split of the backward works as with real models; the computation of the weight gradient sleeps
-for its duration. An op sleeps until its nominal end, so its duration includes the work of autograd,
-as on a GPU, whose kernels hide the host's work. Still, ops end late: sleeps do (by 0.2 ms with four
-processes on two cores), and autograd has work after the last one. So the probe tracks the lateness
-of each kind of op and shortens the sleep by that much: half of the ops then end late, half early.
+A stage computes `y = A(x + z) + weights(x)` and sleeps for the duration of the forward. `A` is the
+identity, and its backward sleeps for the duration of the input gradient. The weights are one of
+Megatron's linear layers, real but tiny, so splitting the backward works as with real models.
+Computing the weight gradient sleeps for its duration. An op sleeps until its nominal end, so its
+duration includes autograd's work, as on a GPU, where kernels hide the host's work. Ops still end
+late, because sleeps do (by 0.2 ms with four processes on two cores), and because autograd has work
+to do after the last sleep. The probe therefore tracks how late each kind of op ends and shortens
+the sleep by that much, so half of the ops end late and half end early.
 
-With the parameter `z` the first stage has an input gradient to compute, as with an embedding.
-`x + z` is the stage's activation, which both `A` and the linear layer save.
+The parameter `z` gives the first stage an input gradient to compute, like an embedding would. `x +
+z` is the stage's activation, which both `A` and the linear layer save.
 
 If messages take time, the sender stamps each one with the machine's monotonic clock, in the bits of
-its first two elements, which a stage ignores, and the receiver sees it only later. This package's
-executor polls the transport, so a transport hides messages until they are due (`own.py`). For other
-runtimes the stage itself waits.
+its first two elements, which stages ignore, and the receiver does not see it until later. This
+package's executor polls the transport, so a transport hides messages until they are due (`own.py`).
+With other runtimes, the stage itself waits.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ if TYPE_CHECKING:
 MESSAGE_SHAPE = (SEQUENCE_LENGTH, 1, 16)
 """Sequence, batch, hidden: 64 KiB in fp32."""
 _STEP_S = 10e-6
-"""Step by which the estimated lateness of ops is corrected after each op."""
+"""Amount by which the estimated lateness of ops is corrected after each op."""
 
 
 def stamp(tensor: torch.Tensor) -> None:
-    """Write the time into a tensor, in place."""
+    """Write the current time into a tensor, in place."""
     tensor.data.view(-1)[:2].view(torch.int64)[0] = time.perf_counter_ns()
 
 
@@ -58,7 +59,7 @@ def sent_s(tensor: torch.Tensor) -> float:
 
 
 def oversleep_s(num_samples: int = 25) -> float:
-    """Return how much too late a sleep ends: the median of some sleeps of milliseconds."""
+    """Return how late a sleep ends, as the median over a few millisecond sleeps."""
     found_s = []
     for _ in range(num_samples):
         begin_s = time.perf_counter()
@@ -69,40 +70,41 @@ def oversleep_s(num_samples: int = 25) -> float:
 
 @dataclass
 class Probe:
-    """Records the ops of one rank and counts the activations that its stages keep alive."""
+    """Records one rank's ops and counts the activations that its stages keep alive."""
 
     times: OpTimes
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where stages keep their tensors."""
     records: list[tuple[int, Kind, int, float, float]] = field(default_factory=list)
-    """Ops as plain tuples; converted to `Op` when no op is waiting."""
+    """Ops as plain tuples, which are converted to `Op` when no op is waiting."""
     peak_live: float = 0
-    """Most activations of stages that were alive at once, in whole micro-batches."""
+    """Maximum number of stage activations alive at once, in whole micro-batches."""
     cpu_s: float = 0.0
     """Processor time that this thread spent in ops."""
     splitting: bool = False
-    """Whether the last backward step started defers its weight gradient."""
+    """Whether the backward step that started last defers its weight gradient."""
     current: tuple[int, int] = (0, 0)
     """(stage, micro-batch) of the running op."""
     waits: bool = False
-    """Whether stages wait for late messages, because no transport of ours hides them."""
+    """Whether stages wait for late messages themselves, because none of our transports hides
+    them."""
     _late_s: float = field(default_factory=oversleep_s)
-    """How much too late a sleep ends."""
+    """How late a sleep ends."""
     _over_s: float = 0.0
     """When the running op ends, given the time it has spent so far."""
     _kind: Kind = "F"
     """Kind of the running op."""
     _later_s: dict[Kind, float] = field(default_factory=dict)
-    """By kind: how much too late its ops end, as a median."""
+    """By kind: how late its ops end, as a median."""
     _alive: list[tuple[StorageWeakRef, float]] = field(default_factory=list)
 
     def meet(self) -> None:
-        """Wait for all ranks, directly before a step."""
+        """Wait for all ranks, immediately before a step."""
         gc.collect()
         torch.distributed.barrier()
 
     def finish(self) -> int:
-        """End a step; return how often the host waited for its device during the step."""
+        """End a step, and return how often the host waited for its device during the step."""
         return 0
 
     def op(
@@ -112,23 +114,23 @@ class Probe:
         return _RecordedOp(self, kind, stage, microbatch)
 
     def begin(self, kind: Kind, current: tuple[int, int], begin_s: float) -> None:
-        """Record which op is running, and since when."""
+        """Record which op is running and since when."""
         self.current, self._kind, self._over_s = current, kind, begin_s
 
     def correct(self) -> None:
-        """Update how late ops of this kind end; call it just before an op ends."""
+        """Update how late ops of this kind end. Call this just before an op ends."""
         late_s = self._later_s.setdefault(self._kind, self._late_s)
         is_late = time.perf_counter() > self._over_s
         self._later_s[self._kind] = late_s + (_STEP_S if is_late else -_STEP_S)
 
     def spend(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Spend the time of an op, or of a part of it, without using the processor."""
+        """Spend the time of an op or of a part of it, without using the processor."""
         self._over_s += self.times.seconds(kind, stage, microbatch)
         late_s = self._later_s.get(self._kind, self._late_s)
         time.sleep(max(0.0, self._over_s - late_s - time.perf_counter()))
 
     def wait_for(self, kind: Kind, tensor: torch.Tensor) -> None:
-        """Sleep until the op's input is due; this does not count as part of the op."""
+        """Sleep until the op's input is due. The sleep does not count as part of the op."""
         seen_s = sent_s(tensor) + self.times.latency_s(kind, *self.current)
         time.sleep(max(0.0, seen_s - self._late_s - time.perf_counter()))
         self._over_s = max(self._over_s, time.perf_counter())
@@ -143,17 +145,17 @@ class Probe:
     def chunk(
         self, config: TransformerConfig, vp_stage: int | None, number: int
     ) -> Chunk:
-        """Return the chunk of a stage."""
+        """Return a stage's chunk."""
         return Chunk(self, config, vp_stage, number)
 
     def record_plans(
         self, split: SplitBackward | None = None, table: Schedule | None = None
     ) -> None:
-        """Record what plans of chunks run, for the rest of this process; does nothing here.
+        """Record what the chunks' plans run, from now on. Does nothing in this class.
 
         Args:
             split: Splits backwards.
-            table: The table that tells which backwards are split.
+            table: The table, which shows which backwards are split.
         """
 
     def take(self) -> tuple[list[Op], float]:
@@ -164,10 +166,10 @@ class Probe:
 
 
 class _RecordedOp:
-    """Records the body of `with` as one op.
+    """Records the body of a `with` statement as one op.
 
-    The probe works between the two time stamps, where this is hidden in the op's time, so that the
-    time between two ops is entirely the runtime's. It is not a generator for the same reason.
+    The probe does its work between the two time stamps, where the op's time hides it, so the time
+    between two ops belongs entirely to the runtime. For the same reason, this is not a generator.
     """
 
     __slots__ = ("_begin_cpu_s", "_begin_s", "_name", "_probe")
@@ -189,7 +191,7 @@ class _RecordedOp:
 
 
 class Passing(torch.autograd.Function):
-    """The identity; it keeps its input until its gradient has passed through a function."""
+    """The identity, which keeps its input until its gradient has passed through a function."""
 
     @staticmethod
     def forward(
@@ -207,7 +209,7 @@ class Passing(torch.autograd.Function):
 def weight_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Apply Megatron's linear to an activation `[s, b, h]`, with a weight of one column.
 
-    It uses one feature, so that the product costs microseconds, and detaches it, because the stage
+    Use only one feature, so the product takes microseconds, and detach it, because the stage
     computes the input gradient.
     """
     product: torch.Tensor = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
@@ -239,7 +241,8 @@ class EmulatedStage(torch.nn.Module):
             self.probe.wait_for("F", x)
         activation = x + self.z
         self.probe.keep(activation)
-        # Run before the linear, hence after it in a backward, so that ops end with their sleep.
+        # Run this before the linear, and therefore after it in a backward, so
+        # ops end with their sleep.
         output: torch.Tensor = Passing.apply(
             activation, partial(self._input_gradient, op)
         )
@@ -273,7 +276,7 @@ class EmulatedStage(torch.nn.Module):
     def _weight_gradient(
         self, op: tuple[int, int], gradient: torch.Tensor
     ) -> torch.Tensor:
-        """Spend the time of the linear's weight gradient, just before it, unless W does."""
+        """Spend the time of the linear's weight gradient just before it, unless W does."""
         if not self.probe.splitting:
             self.probe.spend("W", *op)
         return gradient
@@ -291,7 +294,7 @@ class Chunk(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.number = number
-        """Global index of the stage."""
+        """The stage's global index."""
         self.stage = EmulatedStage(probe)
         self.config = config
         self.vp_stage = vp_stage
@@ -299,11 +302,11 @@ class Chunk(torch.nn.Module):
         self._input: torch.Tensor | None = None
 
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
-        """Set the input of the next forward."""
+        """Set the input for the next forward."""
         [self._input] = tensors
 
     def forward(self, data: Iterator[dict[str, torch.Tensor]]) -> torch.Tensor:
-        """Run on the input that was set, or else on the next item of the data."""
+        """Run on the input that was set, or otherwise on the next data item."""
         output: torch.Tensor = self.stage(self._given(data))
         return output
 
@@ -314,5 +317,5 @@ class Chunk(torch.nn.Module):
 
 
 def first(tensors: Any) -> Any:
-    """Return a tensor, or the only one of a list."""
+    """Return a tensor, or a list's only tensor."""
     return tensors[0] if isinstance(tensors, list) else tensors

@@ -1,4 +1,4 @@
-"""The systems to measure, one per row of the table."""
+"""The systems to measure, one per table row."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class System(ABC):
         """Number of copies of each weight."""
         return 1
 
-    def check(self, pp: int, num_microbatches: int) -> None:  # noqa: B027 - peers take any size
-        """Raise ScheduleError, stating the rule, if there is no such schedule for these sizes."""
+    def check(self, pp: int, num_microbatches: int) -> None:  # noqa: B027 - peers accept any size
+        """Raise ScheduleError, stating the rule, if the schedule does not exist for these sizes."""
 
     @abstractmethod
     def placement(self, pp: int) -> Placement:
@@ -64,7 +64,7 @@ class System(ABC):
     def prepare(
         self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
     ) -> Run:
-        """Return a function that runs one step on this rank; the world is already initialised."""
+        """Return a function that runs one step on this rank. The world is already initialised."""
 
     def join(self, pp: int, backend: str, timeout_s: float) -> None:
         """Join the other ranks."""
@@ -73,7 +73,7 @@ class System(ABC):
         distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
     def probe(self, times: OpTimes, device: torch.device) -> Probe:
-        """Return the probe for this rank, whether stages sleep or a device spends the time."""
+        """Return this rank's probe, for stages that sleep or for a device that spends the time."""
         if device.type == "cpu":
             from .stage import Probe
 
@@ -87,7 +87,7 @@ class System(ABC):
         return DeviceProbe(times, device)
 
     def share(self, pp: int) -> float:
-        """Return the size of one stage as a fraction of 1/pp of the model."""
+        """Return a stage's size as a fraction of 1/pp of the model."""
         return pp / self.placement(pp).num_stages
 
     def times(self, sizes: Sizes) -> OpTimes:
@@ -100,9 +100,9 @@ class Peer(System):
     """A runtime other than this package's."""
 
     module: str
-    """Module of this package whose `prepare` runs the steps."""
+    """Module of this package with a `prepare` function that runs the steps."""
     schedule: str
-    """Name of the schedule in that module."""
+    """The schedule's name in that module."""
     placement_of: Callable[[int], Placement]
 
     def placement(self, pp: int) -> Placement:
@@ -120,13 +120,13 @@ class Peer(System):
 
 @dataclass(frozen=True)
 class Own(System):
-    """The executor of this package with one of the registered schedules."""
+    """This package's executor with one of the registered schedules."""
 
     config: PipelineConfig
     splits: bool = False
-    """Whether the backwards of a static table are split, as by --use-dpp."""
+    """Whether a static table's backwards are split, as with --use-dpp."""
     attention: float = 0.0
-    """Share of attention in a forward, which determines how slices are cut."""
+    """Attention's share of a forward, which determines how slices are cut."""
 
     @property
     def weight_copies(self) -> int:
@@ -134,9 +134,7 @@ class Own(System):
 
     def pipeline(self, pp: int, num_microbatches: int) -> Pipeline:
         """Return the pipeline as training would create it."""
-        per_replica = (
-            num_microbatches // self.weight_copies
-        )  # each of two twins runs half
+        per_replica = num_microbatches // self.weight_copies  # each twin runs half
         pipeline_class = _SplitPipeline if self.splits else Pipeline
         return pipeline_class(self.config, pp, per_replica)
 
@@ -154,7 +152,7 @@ class Own(System):
     def placement(self, pp: int) -> Placement:
         return self.pipeline(
             pp, 4 * pp
-        ).placement  # the same for every number of micro-batches
+        ).placement  # the same for any number of micro-batches
 
     def prepare(
         self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
@@ -184,7 +182,7 @@ def _variants() -> dict[str, tuple[str, Mapping[str, Any]]]:
 
 
 VARIANTS = _variants()
-"""Name and options of each variant of the registered schedules, by its label in the table."""
+"""Label in the table -> name and options, for every variant of the registered schedules."""
 ORDERS: dict[str, DynamicOrder | None] = {
     "static": None,
     "static, split": None,
@@ -195,17 +193,17 @@ ORDERS: dict[str, DynamicOrder | None] = {
     "breadth-first": DynamicOrder(policy="breadth-first"),
     "depth-first": DynamicOrder(policy="depth-first"),
 }
-"""Orders compared in scenarios: the table's, or chosen by a policy."""
+"""Orders to compare in scenarios: the table's own, or one chosen by a policy."""
 
 
 def own(name: str, variant: str, *, attention: float = 0.0, **settings: Any) -> Own:
-    """Return our schedule with a label in VARIANTS.
+    """Return our schedule with a label from VARIANTS.
 
     Args:
         name: Row of the table.
         variant: The label in VARIANTS.
-        attention: Share of attention in a forward.
-        settings: More settings of the configuration.
+        attention: Attention's share of a forward.
+        settings: Additional configuration settings.
     """
     schedule, options = VARIANTS[variant]
     settings = {
@@ -223,14 +221,14 @@ def own(name: str, variant: str, *, attention: float = 0.0, **settings: Any) -> 
 
 
 def ordered(name: str, **settings: Any) -> Own:
-    """Return our schedule in one of ORDERS; the name has the form `VARIANT, ORDER`."""
+    """Return our schedule in one of ORDERS. The name has the form `VARIANT, ORDER`."""
     variant, _, order = name.rpartition(": ")[2].partition(", ")
     system = own(name, variant, dynamic=ORDERS[order], **settings)
     return replace(system, splits=order == "static, split")
 
 
 loop2 = partial(loop, num_chunks=2)
-"""Two chunks per rank, round-robin. Ranks look it up by name, so it cannot be a lambda."""
+"""Two chunks per rank, round-robin. Ranks look this up by name, so it cannot be a lambda."""
 OVERLAPPED = "megatron-core interleaved, overlapped P2P"
 """Megatron's fastest schedule."""
 PEERS = {
@@ -250,10 +248,10 @@ PEERS = {
 
 
 def all_systems() -> list[System]:
-    """Return every system, in the order of the table."""
+    """Return all systems, in table order."""
     systems: list[System] = list(PEERS.values())
-    # Each with the latency of a message in forwards of 40 ms: from the end of an op to the start of
-    # the op that waits for it in another process.
+    # Each wire has its message latency, in forwards of 40 ms: from the end of an op to
+    # the start of the op that waits for it in another process.
     wires: tuple[tuple[str, TransportName, float], ...] = (
         ("gloo", "torch", 0.025),
         ("shm", "shm", 0.01),

@@ -1,4 +1,4 @@
-"""Steps of experts with unequal loads, on an emulated device whose kernels share it."""
+"""Steps of experts with unequal loads, on an emulated device that its kernels share."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .systems import Peer, System, loop2, own
 NUM_EXPERT_RANKS = 4
 _SCHEDULE = "zb-h1"
 _EXCHANGE = 0.3
-"""All-to-all of a layer over its computation."""
+"""Ratio of a layer's all-to-all to its computation."""
 _HEADER = ("loads", "imbalance", "order", "T/work", "T/busiest", "gain")
 
 
 def systems(num_waiting: int) -> list[System]:
-    """Return Megatron's own overlap, and a table with pairs without and with W that wait."""
+    """Return Megatron's own overlap, and a table with pairs, without and with waiting W."""
     upstream = Peer(
         "megatron-core interleaved, overlap",
         "megatron_core",
@@ -42,7 +42,7 @@ def systems(num_waiting: int) -> list[System]:
 
 
 def cases(size: Size, imbalances: Sequence[float]) -> dict[str, Workload]:
-    """Return the workloads, and random draws with these imbalances."""
+    """Return the workloads and random draws with these imbalances."""
     by_name = dict(workloads(size))
     for imbalance in imbalances:
         name = f"drawn, {imbalance:g}"
@@ -51,7 +51,7 @@ def cases(size: Size, imbalances: Sequence[float]) -> dict[str, Workload]:
 
 
 def busiest_s(times: ExpertTimes, placement: Placement, size: Size) -> float:
-    """Return the work of the busiest rank in one step, which no order can beat."""
+    """Return the busiest rank's work in one step, which no order can beat."""
     longest_s = 0.0
     for stages in placement.stages_of:
         for expert_rank in range(size.num_ranks):
@@ -65,7 +65,7 @@ def busiest_s(times: ExpertTimes, placement: Placement, size: Size) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """The step of one system with one workload."""
+    """One system's step with one workload."""
 
     step_s: float
     busiest_s: float
@@ -80,7 +80,7 @@ def measure(
     exchange_share: float,
     weight_waves: int,
 ) -> tuple[dict[str, dict[str, Result]], str]:
-    """Run all workloads under each system; return the results by workload, and the device."""
+    """Run all workloads under each system. Return the results by workload, and the device."""
     size = Size(LAYERS * sizes.pp, sizes.num_microbatches, NUM_EXPERT_RANKS)
     where = ranks.emulated_device(sizes, connections, shared=1)
     device = where.pop("conditions")
@@ -117,7 +117,7 @@ def table(
     by_name: dict[str, Workload],
     work_s: float,
 ) -> str:
-    """Return the results as a Markdown table; the gain is over the same pairs without waiting."""
+    """Return the results as a Markdown table. Gains are over the same pairs without waiting."""
     rows = []
     for workload_name, by_system in results.items():
         imbalance = f"{imbalance_of(by_name[workload_name].experts):.2f}"

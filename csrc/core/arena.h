@@ -20,10 +20,10 @@ struct ArenaSize {
 /// Shared memory through which one process sends messages to another, which owns the memory.
 ///
 /// The sender puts a piece into any free slot, then the slot's number into `order`, then counts it
-/// in `published`. So the receiver sees pieces in the order in which they were sent, regardless of
-/// the slots that they use. The receiver releases slots in any order, as bits in `released`, which
-/// the sender collects. Each word is written in one direction only, so the death of either process
-/// leaves no lock behind. See Inbox and Outbox for the two ends.
+/// in `published`. So the receiver sees pieces in sending order, regardless of the slots that they
+/// use. The receiver releases slots in any order, as bits in `released`, which the sender collects.
+/// Each word is written in one direction only, so the death of either process leaves no lock
+/// behind. See Inbox and Outbox for the two ends.
 class Arena {
   public:
     static constexpr std::uint32_t kMaxSlots = 1024;
@@ -45,11 +45,11 @@ class Arena {
     /// Word `index` of the bitmap of released slots.
     std::atomic<std::uint64_t>& released(std::size_t index) const noexcept;
     std::size_t num_released_words() const noexcept { return (size_.num_slots + 63) / 64; }
-    /// Location of the slot number of piece `sequence`.
+    /// Where the slot number of piece `sequence` is stored.
     std::uint32_t& order(std::uint64_t sequence) const noexcept;
     Descriptor& descriptor(std::uint32_t slot) const noexcept;
     std::byte* bytes(std::uint32_t slot) const noexcept;
-    /// Size of the memory of all slots: whole pages, contiguous from slot 0.
+    /// Total size of all slots' memory: whole pages, contiguous from slot 0.
     std::size_t num_slots_bytes() const noexcept;
 
   private:

@@ -12,8 +12,7 @@
 
 namespace megatron_ext {
 
-/// Assembles the messages of a peer from pieces, which arrive in the order in which they were sent.
-/// Not synchronised.
+/// Assembles a peer's messages from pieces, which arrive in sending order. Not synchronised.
 class Assembly {
   public:
     /// `source` is used only in error messages.
@@ -33,22 +32,21 @@ class Assembly {
     /// Counts a piece that is a whole message and is stored elsewhere. Call check() first.
     void skip() { ++next_sequence_; }
 
-    /// Returns memory for the whole message to which a piece with bytes belongs. Throws
+    /// Returns memory for the whole message that a piece with bytes belongs to. Throws
     /// TransportError, with the source and the size, if this process cannot allocate that much.
     std::shared_ptr<std::byte> memory_for(const Descriptor& piece) const;
 
-    /// Destination of the bytes of the next piece; null if it has no bytes. Call check() first.
-    /// Throws like memory_for().
+    /// Destination of the next piece's bytes; null if it has no bytes. Call check() first. Throws
+    /// like memory_for().
     std::byte* place(const Descriptor& piece);
 
-    /// Called when the bytes of the next piece are in place. Returns the message if this completes
-    /// it.
+    /// Called once the next piece's bytes are in place. Returns the message if this completes it.
     std::optional<Message> finish(const Descriptor& piece);
 
   private:
     [[noreturn]] void throw_damaged(const std::string& what) const;
 
-    /// A message some of whose pieces have not arrived.
+    /// A message that is still missing some of its pieces.
     struct Partial {
         Message message;
         std::uint64_t have_bytes = 0;

@@ -7,14 +7,14 @@
 
 namespace megatron_ext {
 
-/// Reusable memory of this process for messages. Memory is reused because the first touch of fresh
-/// pages costs several times as much as copying into them.
+/// This process's reusable memory for messages. Memory is reused because touching fresh pages for
+/// the first time costs several times as much as copying into them.
 ///
 /// Idle plus used memory never exceeds the earlier peak of used memory; idle memory above that
-/// limit is freed, starting with the memory that has been idle for the longest time. add_slots()
-/// adds memory at addresses that a driver can pin; messages that fit into this memory use it first.
-/// Ownership: buffers may outlive the pool. Concurrency: any thread may call every member and
-/// release every buffer.
+/// limit is freed, starting with the memory that has been idle the longest. add_slots() adds memory
+/// at addresses that a driver can pin; messages that fit into this memory use it first. Ownership:
+/// buffers may outlive the pool. Concurrency: any thread may call every member and release every
+/// buffer.
 class BufferPool {
   public:
     BufferPool();

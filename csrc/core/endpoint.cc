@@ -32,7 +32,7 @@ class Endpoint::Events final : public LinkEvents {
     int peer_;
 };
 
-/// Informs the links that the caller is waiting; the destructor informs them that the wait is over.
+/// Tells the links that the caller is waiting; the destructor tells them that the wait is over.
 class Endpoint::Demand final {
   public:
     explicit Demand(Endpoint& endpoint) : endpoint_(endpoint) {}
@@ -45,7 +45,7 @@ class Endpoint::Demand final {
         }
     }
 
-    /// Requires the endpoint's lock. From then on, links make progress without further calls.
+    /// Requires the endpoint's lock. From then on, links make progress without any further calls.
     void begin() {
         if (!told_) {
             told_ = true;
@@ -86,8 +86,8 @@ Endpoint::~Endpoint() {
 
 LinkContext Endpoint::context(int peer) const {
     if (peer == rank_ || links_.count(peer) != 0) {
-        throw std::invalid_argument("rank " + std::to_string(rank_) + " has a link to rank " +
-                                    std::to_string(peer) + " already");
+        throw std::invalid_argument("rank " + std::to_string(rank_) +
+                                    " already has a link to rank " + std::to_string(peer));
     }
     return {rank_, peer, room_, checksums_, pool_, bell_};
 }
@@ -135,7 +135,7 @@ Link& Endpoint::open_link(int peer) {
     return link;
 }
 
-/// Counts a message of `num_bytes`, and makes the service thread send the rest once there is room.
+/// Counts a message of `num_bytes` and makes the service thread send the rest once there is room.
 void Endpoint::count_sent(int peer, std::uint64_t num_bytes) {
     counts_.num_messages += 1;
     counts_.num_bytes += num_bytes;
@@ -236,8 +236,8 @@ std::optional<double> Endpoint::sleep(std::uint32_t seen, Deadline deadline) {
     return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
-/// Sleeps until `condition` holds, which it checks after each progress. Returns false at the
-/// deadline.
+/// Sleeps until `condition` holds, which is checked after each call to progress(). Returns false at
+/// the deadline.
 template <typename Condition>
 bool Endpoint::wait_until(Condition condition, Deadline deadline, InterruptCheck check) {
     check_usable();

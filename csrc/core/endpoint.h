@@ -40,14 +40,14 @@ struct EndpointCounts {
     double last_wait_s = 0.0;        ///< wait of the last call that may wait
 };
 
-/// A process of a job, with a link to each of its peers, over any wire. Messages of all links go
-/// into one table, from which they are taken by source and tag, in any order.
+/// A process in a job, with a link to each of its peers over any wire. Messages from all links go
+/// into one table and are taken from it by source and tag, in any order.
 ///
 /// The calling thread moves messages in shared memory itself and sleeps on the futex of the bell. A
 /// service thread, which sleeps in epoll, does the work that must continue while the caller
-/// computes: all traffic of links with descriptors, and messages for which there was no room in
-/// shared memory, whose receiver rings when there is room. It exists only if there is such work.
-/// Its errors are thrown by the next call.
+/// computes: all traffic on links with descriptors, and messages that there was no room for in
+/// shared memory, whose receiver rings when there is room. The thread exists only if there is such
+/// work. The next call throws its errors.
 ///
 /// Concurrency: one thread makes all calls; a second thread may call send(), publish() and abort()
 /// at any time before close(). Any thread may release messages, even during a call and after the
@@ -55,14 +55,14 @@ struct EndpointCounts {
 /// destructor does not notify the peers.
 class Endpoint {
   public:
-    /// `room` is the size of the arena of each link.
+    /// `room` is the size of each link's arena.
     Endpoint(int rank, ArenaSize room, bool checksums);
     Endpoint(const Endpoint&) = delete;
     Endpoint& operator=(const Endpoint&) = delete;
     ~Endpoint();
 
-    /// The context for a new link to a peer. Throws std::invalid_argument if there is a link
-    /// already, or if the peer is this process.
+    /// The context for a new link to a peer. Throws std::invalid_argument if there already is a
+    /// link, or if the peer is this process.
     LinkContext context(int peer) const;
 
     /// Adds a connected link.
@@ -73,11 +73,11 @@ class Endpoint {
     /// std::invalid_argument if no peer has that rank.
     void send(int peer, const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner);
 
-    /// Returns a message in memory of the peer, or in memory from which a device writes to the
-    /// peer, to be filled and then published. This saves one copy. Returns std::nullopt if the wire
-    /// has no such memory, or has none for this message now; in that case, use send(). The memory
-    /// stays mapped as long as the message lives, even after the peer's death and after close(); if
-    /// the message is never published, the memory is never reused. Throws like send().
+    /// Returns a message, to be filled and then published, in the peer's memory or in memory that a
+    /// device writes to the peer. This saves one copy. Returns std::nullopt if the wire has no such
+    /// memory, or has none for this message now; in that case, use send(). The memory stays mapped
+    /// as long as the message lives, even after the peer's death and after close(); if the message
+    /// is never published, the memory is never reused. Throws like send().
     std::optional<Message> reserve(int peer, const MessageInfo& info);
 
     /// Sends a message from reserve() whose bytes are complete. Throws like send(), and
@@ -104,16 +104,15 @@ class Endpoint {
     /// if a peer with queued messages is gone, or if this process aborted.
     bool flush(Deadline deadline, InterruptCheck check);
 
-    /// Notifies all peers that this process aborts, and drops queued messages. This unblocks the
-    /// waiting peers. It also unblocks this process, because peers that are computing do not
-    /// answer.
+    /// Notifies all peers that this process is aborting and drops queued messages. This unblocks
+    /// the waiting peers, and this process as well, because peers that are computing do not answer.
     void abort(const std::string& reason);
 
     /// Closes all links and releases everything. Messages that were taken stay valid.
     void close();
 
     /// Sets the time for which a wait spins before it sleeps; see ProcessBell::spin(). Initially
-    /// zero, because only hosts with a CPU for each of their processes benefit.
+    /// zero, because only hosts with one CPU per process benefit.
     void set_spin(Clock::duration longest) noexcept { spin_ = longest; }
 
     EndpointCounts counts();

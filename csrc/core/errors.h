@@ -6,7 +6,7 @@
 namespace megatron_ext {
 
 /// A failure of the machine, the operating system or a peer process, which can occur at run time
-/// even if the caller makes no mistake. The Python module translates it into
+/// even if the caller does nothing wrong. The Python module translates it into
 /// `megatron_ext.errors.TransportError`. Wrong arguments throw `std::invalid_argument` (ValueError)
 /// instead.
 class TransportError : public std::runtime_error {

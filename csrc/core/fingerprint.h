@@ -8,7 +8,7 @@ namespace megatron_ext {
 
 constexpr std::size_t kNumProjections = 4;
 
-/// Constants that belong to the rows, or to the columns, of a matrix of `count` rows or columns.
+/// Constants for the rows or the columns of a matrix, of which there are `count`.
 struct FingerprintConstants {
     std::size_t count;
     const std::int64_t* factors;  ///< [count]
@@ -24,8 +24,8 @@ struct Fingerprint {
 /// The number of columns must be a multiple of this number.
 constexpr std::size_t kFingerprintLanes = 8;
 
-/// The fingerprint that megatron_ext/tracing/fingerprint.py defines, of a matrix of floats that is
-/// stored row by row. Reads it once. The bits equal those of the definition; the norm and the
+/// The fingerprint, as defined in megatron_ext/tracing/fingerprint.py, of a row-major matrix of
+/// floats. Reads the matrix once. The bits match the definition exactly; the norm and the
 /// projections may differ from it by rounding.
 Fingerprint fingerprint(const float* values, const FingerprintConstants& rows,
                         const FingerprintConstants& columns);

@@ -2,7 +2,7 @@
 
 namespace megatron_ext {
 
-/// Closes a connection in forked children, during the guard's lifetime.
+/// Closes a connection in forked children during the guard's lifetime.
 ///
 /// A child, such as a data loader's worker, inherits the descriptors of its parent. If it outlives
 /// the parent, it keeps connections open, and the parent's peers do not notice that the parent has

@@ -17,10 +17,10 @@ namespace megatron_ext {
 
 /// The receiving end of an arena.
 ///
-/// A message that fits a slot stays there, without a copy, until its last owner releases it, as
+/// A message that fits in a slot stays there, without a copy, until its last owner releases it, as
 /// long as fewer than half of the slots are held in this way. Other messages, and the pieces of
-/// long messages, are copied to memory of the pool at once. So a slot always becomes free, no
-/// matter what the receiver waits for and how long it keeps its messages.
+/// long messages, are copied to pool memory immediately. So a slot always becomes free, no matter
+/// what the receiver waits for or how long it keeps its messages.
 ///
 /// Ownership: messages keep the arena mapped. Concurrency: next() must be called by one thread; any
 /// thread may release messages.

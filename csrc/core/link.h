@@ -24,7 +24,7 @@ struct LinkContext {
     /// Room for messages that the peer has sent and that this process has not released: slots of an
     /// arena, or their total bytes if a wire has no slots.
     ArenaSize room;
-    bool checksums;                     ///< whether messages that are sent carry one
+    bool checksums;                     ///< whether outgoing messages carry one
     BufferPool pool;                    ///< for messages that do not stay where they arrived
     std::shared_ptr<ProcessBell> bell;  ///< of this process
 };
@@ -56,8 +56,8 @@ struct LinkCounts {
 /// A wire implements this class and a function that creates a connected link from a LinkContext;
 /// each wire decides how peers find each other. The parts of a link:
 ///
-/// - Sending: send() accepts a message at once, regardless of what the peer does. Bytes for which
-///   there is no room wait in the link, with their owner, and are sent by progress().
+/// - Sending: send() accepts a message at once, regardless of what the peer does. Bytes that there
+///   is no room for wait in the link, with their owner, and are sent by progress().
 /// - Reserving: a wire on which a sender writes into slots may lend a slot's memory before the
 ///   message exists, so that a device writes into it: reserve(), then publish(). The memory stays
 ///   mapped as long as its pointer lives, even after the end of the link, because a device that is
@@ -67,14 +67,15 @@ struct LinkCounts {
 ///   lock, even after the end of the link. If that gives room back to the sender, note it in an
 ///   atomic that the message shares with the link, call bell->wake_service(), and tell the peer in
 ///   progress().
-/// - Waking: a link that has descriptors() makes the endpoint run a service thread. It sleeps in
-///   epoll, edge-triggered, on the descriptors of all links. It calls progress() of a link when one
-///   of its descriptors has an event, or when the time next_progress() has come. After
-///   bell->wake_service(), it calls progress() of all links. So progress() must continue until
-///   every descriptor returns EAGAIN, or return with next_progress() in the past. A link without
-///   descriptors (shared memory) is checked by each call of the endpoint; its peer rings `bell`.
-/// - Ends: progress() detects the end of the peer. state() leaves kOpen once and never returns to
-///   it. A peer that exits without calling say_closed() or say_aborted() has died.
+/// - Waking: a link that has descriptors() makes the endpoint run a service thread. The thread
+///   sleeps in epoll, edge-triggered, on the descriptors of all links. It calls a link's progress()
+///   when one of the link's descriptors has an event, or when the time next_progress() has come.
+///   After bell->wake_service(), it calls every link's progress(). So progress() must continue
+///   until every descriptor returns EAGAIN, or return with next_progress() in the past. A link
+///   without descriptors (shared memory) is checked by each call of the endpoint; its peer rings
+///   `bell`.
+/// - Ends: progress() detects that the peer has ended. state() leaves kOpen once and never returns
+///   to it. A peer that exits without calling say_closed() or say_aborted() has died.
 ///
 /// Concurrency: every member is called under the endpoint's lock, by the calling or the service
 /// thread. No member may wait, take the GIL or call the endpoint. An exception that progress()
@@ -109,9 +110,9 @@ class Link {
     /// check again: a message arrived, the last queued send was completed, or the state changed.
     virtual bool progress(LinkEvents& events) = 0;
 
-    /// Informs the link whether the caller waits, possibly for a message of this link. A link that
-    /// bounds unclaimed messages must receive more during the wait, here and in progress(), because
-    /// the awaited message may be queued behind them.
+    /// Tells the link whether the caller is waiting, possibly for a message on this link. A link
+    /// that bounds unclaimed messages must receive more during the wait, here and in progress(),
+    /// because the awaited message may be queued behind them.
     virtual void demand(bool /*wanted*/, LinkEvents&) {}
 
     virtual PeerState state() const noexcept = 0;
@@ -121,12 +122,12 @@ class Link {
 
     virtual LinkCounts counts() const = 0;
 
-    /// Notifies the peer that this process aborts, and drops queued messages; `events` gets their
-    /// owners.
+    /// Notifies the peer that this process is aborting and drops queued messages; `events` gets
+    /// their owners.
     virtual void say_aborted(const std::string& reason, LinkEvents& events) = 0;
 
-    /// Notifies the peer that no message follows. Afterwards, for a short time only, the endpoint
-    /// calls progress() until parted() reports that the peer has received all messages. Then it
+    /// Notifies the peer that no more messages follow. Afterwards, the endpoint calls progress()
+    /// for a short time, until parted() reports that the peer has received all messages, and then
     /// destroys the link.
     virtual void say_closed(LinkEvents& events) = 0;
     virtual bool parted() const noexcept { return true; }

@@ -23,8 +23,8 @@ struct Arrival {
     }
 };
 
-/// The messages that have arrived and have not been taken. They can be taken in any order, except
-/// that messages with the same source and tag are taken in the order of sending. Not synchronised.
+/// The messages that have arrived and have not been taken. Messages can be taken in any order,
+/// except that those with the same source and tag are taken in sending order. Not synchronised.
 class MatchTable {
   public:
     void add(int source, Message message);
@@ -46,7 +46,7 @@ class MatchTable {
         std::uint64_t number;  ///< serial number of all messages added
     };
 
-    /// Messages with the same source and tag are in the order of their arrival.
+    /// Messages with the same source and tag are in order of arrival.
     std::multimap<Arrival, Entry> messages_;
     std::map<std::uint64_t, Arrival> news_;  ///< by number; entries may be removed in any order
     std::uint64_t num_added_ = 0;

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
 
-/// The file names of control groups, which are the only difference between v1 and v2 here.
+/// The file names of control groups, the only difference between v1 and v2 that matters here.
 struct CgroupNames {
     const char* mount;
     const char* limit_file;
@@ -28,7 +28,7 @@ constexpr CgroupNames kV1{"/sys/fs/cgroup/memory", "memory.limit_in_bytes", "mem
 constexpr CgroupNames kV2{"/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file",
                           "active_file"};
 
-/// Parses the number at the start of a text. Don't use a stream: in a process with PyTorch 2.11 on
+/// Parses the number at the start of a text. Do not use a stream: in a process with PyTorch 2.11 on
 /// Ubuntu 24.04, a stream read the "max" of a cgroup without a limit as 0. Without PyTorch, this
 /// did not happen.
 std::optional<std::uint64_t> number(const std::string& text) {
@@ -93,8 +93,8 @@ void apply_cgroup_and_parents(MemoryBudget* budget, const CgroupNames& names,
 }
 
 /// Lines of /proc/self/cgroup are "0::PATH" (v2) or "ID:CONTROLLER,...:PATH" (v1). In a container,
-/// the path may be that of the host, which is invisible here; in that case, the limit of the
-/// container is at the mount point.
+/// the path may be the host's, which is not visible here; in that case, the container's limit is at
+/// the mount point.
 void apply_own_cgroups(MemoryBudget* budget, const std::string& root) {
     std::ifstream file(root + "/proc/self/cgroup");
     for (std::string line; std::getline(file, line);) {

@@ -16,10 +16,10 @@ struct MemoryBudget {
 /// as free.
 ///
 /// The kernel accepts a memfd that is larger than the memory or the cgroup: it fills all memory,
-/// and then the OOM killer kills a process. This check prevents that. It is a snapshot: processes
-/// that allocate memory at the same time may together exceed the budget that each of them has read.
-/// Sources that cannot be read set no limit. `root` is a prefix of every path ("" in production, a
-/// directory with fake files in tests).
+/// and then the OOM killer kills a process. This check prevents that. The result is a snapshot:
+/// processes that allocate memory at the same time may together exceed the budget that each of them
+/// has read. Sources that cannot be read set no limit. `root` is a prefix of every path ("" in
+/// production, a directory with fake files in tests).
 MemoryBudget shared_memory_budget(const std::string& root = "");
 
 }  // namespace megatron_ext

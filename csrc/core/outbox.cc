@@ -37,7 +37,8 @@ void Outbox::publish(Message message, LinkEvents& events) {
         return arena_->bytes(slot) == message.bytes.get();
     });
     if (position == reserved_.end()) {
-        throw std::invalid_argument("a message can be published once, from memory reserved for it");
+        throw std::invalid_argument(
+            "a message can be published only once, from memory reserved for it");
     }
     const std::uint32_t slot = *position;
     reserved_.erase(position);

@@ -18,9 +18,9 @@ namespace megatron_ext {
 /// synchronised.
 ///
 /// A slot may be lent before its message exists: reserve(), then publish(). In between, a device
-/// may write the slot, and cannot be stopped. So a slot that is never published is never reused,
-/// and its memory stays mapped as long as the pointer from reserve() exists, even after the outbox
-/// is gone.
+/// may be writing to the slot and cannot be stopped, so a slot that is never published is never
+/// reused, and its memory stays mapped as long as the pointer from reserve() exists, even after the
+/// outbox is gone.
 class Outbox {
   public:
     /// `bell` belongs to the receiver.
@@ -32,7 +32,7 @@ class Outbox {
               LinkEvents& events);
 
     /// Returns the memory of a free slot for a message of this size, to be filled and then
-    /// published. Returns null if the message does not fit a slot, if messages are queued, or if
+    /// published. Returns null if the message does not fit in a slot, if messages are queued, or if
     /// too many slots are lent: together with the slots that a receiver keeps, they must leave one
     /// slot for the queue.
     std::shared_ptr<std::byte> reserve(std::uint64_t num_bytes);

@@ -8,7 +8,7 @@
 namespace megatron_ext {
 
 /// Remembers the process that created it, to distinguish this process from forked children. A check
-/// costs one load; the system call getpid() would take a tenth of the time that a message takes.
+/// costs one load; a getpid() system call would take a tenth as long as a message.
 ///
 /// Concurrency: any thread may call every member. The class detects the children of libc's fork()
 /// and of all of Python's functions, but not those of a bare clone().
@@ -17,7 +17,7 @@ class Process {
     /// Remembers the calling process. Throws TransportError if forks cannot be detected.
     Process();
 
-    /// Returns whether the caller is the remembered process, and not a forked child.
+    /// Returns whether the caller is the remembered process rather than a forked child.
     bool is_this() const noexcept { return forks_ == num_forks.load(std::memory_order_relaxed); }
 
     pid_t id() const noexcept { return id_; }

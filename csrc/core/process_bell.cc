@@ -67,7 +67,7 @@ ProcessBell::Page& ProcessBell::page() const noexcept { return *static_cast<Page
 
 // A ringer increments the count, then reads `sleepers`; a sleeper increments `sleepers`, then reads
 // the count (for a futex, the kernel reads it). In the total order of these accesses, at least one
-// of the two sees the access of the other.
+// of the two sees the other's access.
 //
 // The CPU is stored before the count, but only as a hint: a stale value costs a futile spin or an
 // avoidable sleep.

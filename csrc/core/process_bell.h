@@ -58,7 +58,7 @@ class ProcessBell {
     /// changes that earlier rings reported, then sleep.
     void listen(bool wanted) noexcept;
 
-    /// Number of calls of ring_for_control() so far.
+    /// Number of calls to ring_for_control() so far.
     std::uint32_t control_news() const noexcept;
 
     /// Makes the eventfd unreadable until the next ring.

@@ -12,8 +12,8 @@ namespace megatron_ext {
 /// One process calls create() and passes fd() to others (see fd_passing.h), which call attach().
 /// The memory has no name in /dev/shm or anywhere else. The kernel frees the memory when the last
 /// mapping and the last descriptor are gone, no matter how the processes exited, so there is
-/// nothing to clean up. create() allocates all pages, so missing memory is an error there and never
-/// a SIGBUS later. The size is sealed: no process can shrink or grow it.
+/// nothing to clean up. create() allocates all pages, so running out of memory is an error there
+/// and never a SIGBUS later. The size is sealed: no process can shrink or grow it.
 ///
 /// Ownership: a Segment owns its mapping and its descriptor; pointers into data() become invalid
 /// when the Segment is destroyed. Objects in different processes, and several objects in one

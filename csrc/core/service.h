@@ -13,7 +13,7 @@
 namespace megatron_ext {
 
 /// A thread that sleeps in epoll until an event on a descriptor, a write to the bell's eventfd, or
-/// a deadline; then it works, and sleeps again. It blocks all signals.
+/// a deadline, then works and sleeps again. The thread blocks all signals.
 ///
 /// Concurrency: one thread calls the members; a forked child must call abandon().
 class Service {

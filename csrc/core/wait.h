@@ -4,14 +4,14 @@
 
 namespace megatron_ext {
 
-/// Every wait of the core ends at a point on the monotonic clock, so neither a change of the wall
-/// clock nor a series of interruptions by signals moves its end.
+/// Every wait in the core ends at a fixed point on the monotonic clock, so neither wall-clock
+/// changes nor repeated interruptions by signals move its end.
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 inline constexpr Deadline kNever = Deadline::max();
 
-/// Called on the waiting thread between two sleeps, at least every kInterruptPeriod. It may throw,
-/// which ends the wait with that exception; the Python module checks for Ctrl-C here. A null
+/// Called on the waiting thread between two sleeps, at least every kInterruptPeriod. The check may
+/// throw, which ends the wait with that exception; the Python module checks for Ctrl-C here. A null
 /// pointer means no check: the wait then sleeps until its event or its deadline.
 using InterruptCheck = void (*)();
 inline constexpr std::chrono::milliseconds kInterruptPeriod{100};

@@ -79,7 +79,7 @@ std::string try_together(const RdmaChannel::Exchange& exchange, const std::strin
 
 }  // namespace
 
-/// The connection data of one end, as sent to the other. All hosts of a job have the same byte
+/// One end's connection data, as sent to the other end. All hosts in a job have the same byte
 /// order.
 struct RdmaChannel::Offer {
     struct Source {
@@ -224,7 +224,7 @@ void RdmaChannel::connect(const Exchange& exchange, bool is_first, Deadline dead
                                                 sources_.front().text() + " and " +
                                                 peer_offer.target(0).gid.text()
                                           : failures),
-                    "name the addresses to use with --node-ips, or a GID with "
+                    "set the addresses to use with --node-ips, or a GID with "
                     "MEGATRON_EXT_IB_GID_INDEX");
 }
 
@@ -257,7 +257,7 @@ void RdmaChannel::write_packet(Deadline deadline, InterruptCheck check) {
 
 void RdmaChannel::receive() {
     std::exception_ptr first_failure;
-    // Every failure except that of the queue itself consumes at least one completion.
+    // Every failure except one of the queue itself consumes at least one completion.
     for (std::uint32_t outstanding = depth().sends + depth().receives; outstanding > 0;) {
         try {
             const auto completion = queue_pair_.poll("an RDMA write to " + peer_);

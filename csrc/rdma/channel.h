@@ -31,7 +31,7 @@ namespace megatron_ext {
 /// RdmaError, after which the object can only be destroyed.
 class RdmaChannel {
   public:
-    /// Sends a text to the peer and returns the peer's text of the same step.
+    /// Sends a text to the peer and returns the peer's text for the same step.
     using Exchange = std::function<std::string(const std::string&)>;
 
     /// `inbox_fd` is the arena for messages from the peer. Both ends' arenas have the same `size`.
@@ -40,7 +40,7 @@ class RdmaChannel {
 
     /// Connects to the peer, which must call this too; `is_first` must be true at exactly one of
     /// the two ends. Tries pairs of both ends' sources, best first, until each end has written a
-    /// packet of full size to the other: devices accept a connection even without a route. Throws
+    /// full-size packet to the other: devices accept a connection even without a route. Throws
     /// RdmaError if no pair works.
     void connect(const Exchange& exchange, bool is_first, Deadline deadline, InterruptCheck check);
 

@@ -18,7 +18,7 @@
 namespace megatron_ext {
 namespace {
 
-/// The sources of one port, and the score of its best one.
+/// One port's sources, and the score of the best one.
 struct PortSources {
     int worth;
     std::vector<RdmaSource> sources;
@@ -184,7 +184,7 @@ struct Search {
             return remedy_of_device;
         }
         return has_other_addresses
-                   ? "name the addresses of RDMA ports with --node-ips; by default, the address on "
+                   ? "set the addresses of RDMA ports with --node-ips; by default, the address on "
                      "the route to MASTER_ADDR is used"
                    : "give the port an address, and bring its link up (`rdma link`)";
     }

@@ -27,7 +27,7 @@ struct RdmaSource {
 
 /// The sources of one port, best first; the later ones serve peers that the first cannot reach.
 ///
-/// On Ethernet, a source is a RoCE v2 GID: the GID of `address` if that is given; otherwise IPv4
+/// On Ethernet, a source is a RoCE v2 GID: the GID of `address` if one is given; otherwise IPv4
 /// comes before global IPv6, which comes before link-local, and the GIDs of container bridges are
 /// excluded. On InfiniBand it is GID 0, and `address` selects the device by its network interfaces,
 /// as listed in `sysfs`. `rail`, usually the local rank, selects one of several equally good ports.

@@ -16,7 +16,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// The library's list of devices, which are valid as long as this object exists.
+/// The library's list of devices, which stay valid as long as this object exists.
 class DeviceList {
   public:
     explicit DeviceList(const verbs::Library& library) : library_(library) {
@@ -86,7 +86,7 @@ std::vector<GidEntry> list_gids(const verbs::Library& library, verbs::Context* c
     return entries;
 }
 
-/// The port numbers of a device, which are the names of its port directories.
+/// A device's port numbers, which are the names of its port directories.
 std::vector<std::uint8_t> port_numbers(const fs::path& folder) {
     std::vector<std::uint8_t> numbers;
     std::error_code ignored;

@@ -32,12 +32,12 @@ struct RdmaPort {
 
 struct RdmaDevice {
     std::string name;
-    std::string error;  ///< why it cannot be queried; then it has no ports
+    std::string error;  ///< why it cannot be queried, in which case it has no ports
     std::string remedy;
     std::vector<RdmaPort> ports;
 };
 
-/// All RDMA devices of this host, from libibverbs and sysfs. Opens and closes each of them. `sysfs`
+/// All RDMA devices on this host, from libibverbs and sysfs. Opens and closes each of them. `sysfs`
 /// is "/sys" except in tests. Throws RdmaError if the library is missing.
 std::vector<RdmaDevice> list_devices(const std::string& sysfs = "/sys");
 

@@ -8,8 +8,8 @@
 namespace megatron_ext::verbs {
 
 /// The functions of libibverbs that this package uses, resolved at run time. Linking would make the
-/// library a dependency of every installation, and a copy bundled with a wheel finds no device,
-/// because drivers register with the system's library.
+/// library a dependency of every installation, and a copy bundled with a wheel would find no
+/// devices, because drivers register with the system's library.
 struct Library {
     std::string path;  ///< as passed to dlopen
 
@@ -42,8 +42,8 @@ struct Library {
     const char* (*event_type_str)(int type);
 };
 
-/// The library: $MEGATRON_EXT_IBVERBS_LIB, otherwise the system's. Opened once for each path and
-/// never closed, since the drivers that it loads stay loaded. Any thread may call this. Throws
+/// The library: $MEGATRON_EXT_IBVERBS_LIB if set, otherwise the system's. Opened once for each path
+/// and never closed, since the drivers that it loads stay loaded. Any thread may call this. Throws
 /// RdmaError if the library is missing or lacks a function.
 const Library& load_library();
 

@@ -13,9 +13,9 @@ struct RdmaFinding {
     std::string remedy;
 };
 
-/// Tries every step of opening an RDMA link, up to a queue pair that is connected to itself. Stops
-/// at the first failure, which is then the last finding. For `address`, see choose_sources().
-/// Throws only std::invalid_argument, for invalid settings.
+/// Tries every step of opening an RDMA link, up to a queue pair connected to itself. Stops at the
+/// first failure, which is then the last finding. For `address`, see choose_sources(). Throws only
+/// std::invalid_argument, for invalid settings.
 std::vector<RdmaFinding> probe_rdma(const std::string& address, const std::string& sysfs = "/sys");
 
 }  // namespace megatron_ext

@@ -25,8 +25,8 @@ struct RdmaTarget {
 /// Memory registered for DMA by a device, for the lifetime of this object.
 using RegisteredMemory = RdmaHandle<verbs::MemoryRegion>;
 
-/// A reliable connection (RC) of one device to another process, with a separate completion queue
-/// and completion channel. It is independent of messages. Not synchronised.
+/// A reliable connection (RC) from one device to another process, with its own completion queue and
+/// completion channel. Independent of messages. Not synchronised.
 ///
 /// Life cycle: constructor, begin(), connect(), writes; begin() again after a failed connect().
 class QueuePair {
@@ -40,7 +40,8 @@ class QueuePair {
     /// Throws RdmaError if the device cannot create such a queue pair.
     QueuePair(const std::string& device, Depth depth);
 
-    /// Throws RdmaError; if lockable memory is short, the text contains the bytes and the limit.
+    /// Throws RdmaError; if there is too little lockable memory, the text contains the bytes and
+    /// the limit.
     RegisteredMemory register_memory(void* address, std::size_t num_bytes);
 
     /// Resets the queue pair and posts `depth.receives` receive requests. Call it before the peer
@@ -51,7 +52,7 @@ class QueuePair {
     /// connection.
     void connect(const RdmaTarget& target, const RdmaSettings& settings);
 
-    /// Posts a write into the memory of the peer. If `signaled`, its completion has this `id`. With
+    /// Posts a write into the peer's memory. If `signaled`, its completion has this `id`. With
     /// `immediate`, the peer gets a completion too, which consumes one of its receive requests.
     void post_write(std::uint64_t id, const verbs::MemoryPiece& from, std::uint64_t remote_address,
                     std::uint32_t rkey, std::optional<std::uint32_t> immediate, bool signaled);

@@ -26,8 +26,8 @@ namespace megatron_ext {
 /// writes an empty probe each second.
 class RdmaLink final : public Link {
   public:
-    /// First half of connecting: allocates the resources of this host. `socket` is a TCP connection
-    /// to the authenticated peer; `sources` come from choose_sources(). Does not wait. Throws
+    /// First half of connecting: allocates this host's resources. `socket` is a TCP connection to
+    /// the authenticated peer; `sources` come from choose_sources(). Does not wait. Throws
     /// RdmaError if the device lacks a resource.
     RdmaLink(const LinkContext& context, UniqueFd socket, std::vector<RdmaSource> sources,
              const RdmaSettings& settings, double silence_s);
@@ -37,8 +37,8 @@ class RdmaLink final : public Link {
     /// TransportError if there is no connection before the deadline.
     void connect(Deadline deadline, InterruptCheck check);
 
-    /// The memory of this process that receives the peer's messages, and the memory from which the
-    /// device writes to the peer.
+    /// This process's memory that receives the peer's messages, and the memory that the device
+    /// writes to the peer.
     const Arena& arena() const noexcept { return inbox_.arena(); }
     const Arena& mirror() const noexcept { return outbox_.arena(); }
 

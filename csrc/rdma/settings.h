@@ -7,7 +7,7 @@
 
 namespace megatron_ext {
 
-/// The users' RDMA settings: environment variables MEGATRON_EXT_IB_*.
+/// The user's RDMA settings: the MEGATRON_EXT_IB_* environment variables.
 struct RdmaSettings {
     /// A device, or one port of it.
     struct DevicePort {

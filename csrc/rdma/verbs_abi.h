@@ -1,9 +1,9 @@
 #pragma once
 
-// The part of libibverbs' binary interface that this package uses. It is declared here, so that a
-// build does not need rdma-core's headers, and every wheel can use RDMA on a host with libibverbs.
-// The interface has been stable since symbol version IBVERBS_1.1. tests/test_verbs_abi.cc compares
-// each size, offset and value with the system's header if that is installed.
+// The part of libibverbs' binary interface that this package uses, declared here so that a build
+// does not need rdma-core's headers and every wheel can use RDMA on a host with libibverbs. The
+// interface has been stable since symbol version IBVERBS_1.1. tests/test_verbs_abi.cc compares each
+// size, offset and value with the system's header if that is installed.
 
 #include <pthread.h>
 
@@ -214,7 +214,7 @@ struct MemoryPiece {
     std::uint32_t lkey;
 };
 
-/// Unions of the original that RDMA writes do not use are padding here.
+/// Unions in the original that RDMA writes do not use are padding here.
 struct SendRequest {
     std::uint64_t id;
     SendRequest* next;

@@ -17,9 +17,9 @@ namespace megatron_ext {
 /// and abort notices. If the socket is closed without a notice, the peer has died.
 class ShmLink final : public Link {
   public:
-    /// First half of connecting: passes the arena and the bell of this process to the peer.
-    /// `socket` is connected to the peer (AF_UNIX, SOCK_SEQPACKET). Does not wait. Throws
-    /// TransportError if there is not enough memory for the arena or the peer is gone.
+    /// First half of connecting: passes this process's arena and bell to the peer. `socket` is
+    /// connected to the peer (AF_UNIX, SOCK_SEQPACKET). Does not wait. Throws TransportError if
+    /// there is not enough memory for the arena or the peer is gone.
     ShmLink(const LinkContext& context, UniqueFd socket);
 
     /// Second half: waits for the peer's first half. A process must complete the first halves with
@@ -30,7 +30,7 @@ class ShmLink final : public Link {
     /// The memory that receives the peer's messages.
     const Arena& arena() const noexcept { return inbox_.arena(); }
 
-    /// The peer's memory that receives the messages of this process. Call it only after accept().
+    /// The peer's memory that receives this process's messages. Call it only after accept().
     const Arena& peer_arena() const noexcept { return outbox_->arena(); }
 
     const char* wire() const noexcept override { return "shm"; }

@@ -7,9 +7,9 @@
 
 namespace megatron_ext {
 
-// A TCP link carries a sequence of frames: a descriptor, whose magic is the kind of the frame, and
-// its bytes. A piece of a message has the same descriptor as on every wire. Control frames use few
-// of the fields, and their text always has a checksum:
+// A TCP link carries a sequence of frames: a descriptor, whose magic gives the frame's kind, and
+// its bytes. A piece of a message has the same descriptor on every wire. Control frames use only a
+// few of the fields, and their text always has a checksum:
 inline constexpr std::uint32_t kRoomMagic = 0x4D455252;     ///< total_bytes: cost that may be sent
 inline constexpr std::uint32_t kClosedMagic = 0x4D455243;   ///< no frame follows
 inline constexpr std::uint32_t kAbortedMagic = 0x4D455241;  ///< piece_bytes of a reason follow
@@ -24,7 +24,7 @@ inline constexpr std::uint64_t kTcpPieceBytes = std::uint64_t{1} << 19;
 /// messages would wait needlessly.
 inline constexpr std::uint64_t kFirstRoom = std::uint64_t{4} << 20;
 
-/// The room that a piece takes up at its receiver, in bytes. Tiny pieces have a minimum cost.
+/// The room that a piece takes up at the receiver, in bytes. Tiny pieces have a minimum cost.
 constexpr std::uint64_t cost_of_piece(std::uint64_t num_bytes) noexcept { return num_bytes + 256; }
 
 /// The total cost of a message's pieces.

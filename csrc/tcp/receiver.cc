@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kBufferBytes = std::size_t{1} << 16;
 /// If at least this many bytes of a body are outstanding, they are read directly to their
-/// destination, past the buffer.
+/// destination, bypassing the buffer.
 constexpr std::uint64_t kDirectBytes = kBufferBytes / 2;
 
 }  // namespace

@@ -20,8 +20,8 @@
 namespace megatron_ext {
 namespace {
 
-/// Maximum number of bytes that one call of progress() reads, so that the other links and the
-/// caller get their turn, and the grant grows before the peer has used it up.
+/// Maximum number of bytes that one call to progress() reads, so that the other links and the
+/// caller get their turn and the grant grows before the peer has used it up.
 constexpr std::uint64_t kReadBytes = kFirstRoom / 4;
 
 void set_option(int socket, int level, int name, int value) {
@@ -226,7 +226,7 @@ int TcpLink::write(LinkEvents& events) {
     return sender_.write(socket_.get(), events);
 }
 
-/// After `silence_ms_`, the kernel ends a connection whose data waits, even if the peer's host
+/// After `silence_ms_`, the kernel ends a connection with waiting data, even if the peer's host
 /// answers but has no room, because its process is stopped or starved of CPU. So the limit is
 /// disabled while data is waiting, if all sent data has been acknowledged and the host answers
 /// probes for room.

@@ -19,13 +19,13 @@ namespace megatron_ext {
 /// The link to a peer over a TCP connection, for hosts that share neither memory nor an RDMA
 /// network.
 ///
-/// The receiver grants the sender a cost to send, which bounds the memory of unclaimed messages.
-/// The grant is the receiver's room plus the cost of the messages released so far. A message in
-/// progress may always be completed, because all of its memory is allocated at its first piece.
-/// While the receiver waits, it extends the grant as soon as half of it has arrived, because the
-/// awaited message may be queued behind others. So no order of receives blocks a sender. The
-/// service thread reads everything else from the peer at once, regardless of what this process is
-/// computing: close and abort notices, and the end of the connection.
+/// The receiver grants the sender a cost that it may send, which bounds the memory used by
+/// unclaimed messages. The grant is the receiver's room plus the cost of the messages released so
+/// far. A message in progress may always be completed, because all of its memory is allocated with
+/// its first piece. While the receiver waits, it extends the grant as soon as half of it has
+/// arrived, because the awaited message may be queued behind others. So no order of receives blocks
+/// a sender. The service thread reads everything else from the peer immediately, regardless of what
+/// this process is computing: close and abort notices, and the end of the connection.
 class TcpLink final : public Link {
   public:
     /// `socket` is connected to the authenticated peer. A peer is considered dead if its host

@@ -1,7 +1,7 @@
 #pragma once
 
 // A test program is a list of TEST blocks and this header, which has main(). A failed CHECK prints
-// its location and ends the process with status 1, also in a forked child; ctest reports the
+// its location and ends the process with status 1, including in a forked child; ctest reports the
 // program.
 
 #include <signal.h>
@@ -104,7 +104,7 @@ inline int join_child(pid_t pid) {
 int main() {
     for (const auto& test : megatron_ext::testing::test_cases()) {
         std::printf("%s\n", test.name);
-        std::fflush(stdout);  // so that ctest shows in which test a program hangs
+        std::fflush(stdout);  // so that ctest shows which test a program hangs in
         try {
             test.run();
         } catch (const std::exception& error) {

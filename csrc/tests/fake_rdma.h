@@ -1,6 +1,6 @@
 #pragma once
 
-// Shared code of the tests with the fake libibverbs. See fake_verbs/exports.cc for its faults.
+// Code shared by the tests that use the fake libibverbs. See fake_verbs/exports.cc for its faults.
 
 #include <dlfcn.h>
 

@@ -34,7 +34,7 @@ struct Shared {
 
 Shared* shared_in(const Segment& segment) { return static_cast<Shared*>(segment.data()); }
 
-/// Sleeps until `condition` holds, in the way that doorbell.h prescribes.
+/// Sleeps until `condition` holds, as doorbell.h prescribes.
 template <typename Condition>
 void wait_until(const Doorbell& bell, Condition condition) {
     std::uint32_t seen = bell.sequence();

@@ -132,7 +132,7 @@ TEST(a_killed_peer_ends_every_wait) {
     const auto own = [&](Endpoint& endpoint) {
         check_content(endpoint.take(1, 3, kForEver, nullptr));
         for (std::uint64_t tag = 0; tag < 8; ++tag) {
-            send_zeros(endpoint, 1, tag, std::size_t{2} << 20);  // more than fits
+            send_zeros(endpoint, 1, tag, std::size_t{2} << 20);  // more than there is room for
         }
         kill.give();
         CHECK(!endpoint.flush(kForEver, nullptr));
@@ -245,7 +245,7 @@ TEST(a_process_sends_to_itself) {
     CHECK(!endpoint.take(3, 1, deadline_after(0.0), nullptr));
     CHECK_THROWS(send(endpoint, 1, 1, 1), std::invalid_argument, "no link to rank 1");
     CHECK_THROWS(endpoint.take(1, 1, kForEver, nullptr), std::invalid_argument, "no link");
-    CHECK_THROWS(endpoint.context(3), std::invalid_argument, "has a link to rank 3 already");
+    CHECK_THROWS(endpoint.context(3), std::invalid_argument, "already has a link to rank 3");
 }
 
 TEST(one_thread_sends_while_another_waits) {

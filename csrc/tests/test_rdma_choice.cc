@@ -1,4 +1,4 @@
-// The choice of port and GID among fake devices.
+// Choosing a port and GID among fake devices.
 
 #include <cstdlib>
 

@@ -1,5 +1,5 @@
 // Compares verbs_abi.h with the system's header of libibverbs at compile time, if the build found
-// the headers of rdma-core (Debian: libibverbs-dev).
+// rdma-core's headers (Debian: libibverbs-dev).
 
 #include "rdma/verbs_abi.h"
 

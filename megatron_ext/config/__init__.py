@@ -1,1 +1,1 @@
-"""The configuration of a run: flags, rejected combinations, and how to build the model."""
+"""A run's configuration: flags, rejected combinations, and how to build the model."""

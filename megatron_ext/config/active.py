@@ -1,8 +1,8 @@
 """A job's pipeline, and this process's active configuration.
 
 A `Pipeline` combines a configuration with a job's sizes. `Active` is the configuration in force:
-patches and the executor read the user's settings from it. State that outlives a step is a field of
-`Active`, so it is released together with the configuration.
+patches and the executor get the user's settings from it. State that outlives a step is kept in
+fields of `Active`, so it is released together with the configuration.
 """
 
 from __future__ import annotations
@@ -51,16 +51,17 @@ class Pipeline:
 
     config: PipelineConfig
     pp: int
-    """Number of pipeline ranks, as on the command line (for BitPipe, in both twins together)."""
+    """Number of pipeline ranks, as on the command line (for BitPipe, both twins together)."""
     num_microbatches: int
-    """Micro-batches in a full batch for one of Megatron's replicas (BitPipe: for one twin)."""
+    """Number of micro-batches in a full batch, per Megatron replica (for BitPipe, per twin)."""
     splits: bool = True
-    """Whether a dynamic order may split full backward passes; False if the model's layers
-    cannot."""
+    """Whether a dynamic order may split full backward passes; False if the model's layers do not
+    support it."""
     over_torch: bool = False
     """Whether transport `auto` selects torch.distributed on this rank."""
-    # Caches, keyed by number of micro-batches. They are excluded from `__init__`, so that `replace`
-    # starts with empty caches (another configuration has other tables), and from comparison.
+    # Caches, keyed by the number of micro-batches. They are excluded from comparison,
+    # and from `__init__` so that `replace` starts with empty caches (a different
+    # configuration has different tables).
     _tables: dict[int, Schedule] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -80,7 +81,7 @@ class Pipeline:
 
     @property
     def costs(self) -> Costs:
-        """Durations of actions and messages, for which the table is generated."""
+        """The durations of actions and messages that the table is generated for."""
         return self.config.costs or UNIT
 
     @property
@@ -95,12 +96,13 @@ class Pipeline:
         Other dynamic orders use `dynamic.margin`.
         """
         assert self.dynamic is not None
-        # The default is 0: a single longest micro-batch can take half of a table's memory or more.
+        # The default is 0: the longest micro-batch alone can take up half of a table's
+        # memory or more.
         return self.dynamic.extra_activations or 0
 
     @property
     def transport(self) -> TransportName:
-        """The transport for tensors between ranks."""
+        """The transport used for tensors between ranks."""
         return "torch" if self.over_torch else self.config.wire
 
     @property
@@ -125,23 +127,24 @@ class Pipeline:
 
     def static(self) -> Pipeline:
         """Return the same pipeline, running in the table's static order."""
-        # Without `dynamic`, schedule and transport would get other defaults, so set both.
+        # Without `dynamic`, schedule and transport would have other defaults, so set
+        # both.
         config = replace(
             self.config, schedule=self.name, dynamic=None, transport=self.config.wire
         )
         return replace(self, config=config)
 
     def with_attention(self, share: float) -> Pipeline:
-        """Return this pipeline, with slices for a given share of attention in a forward pass."""
+        """Return this pipeline with slices for the given share of attention in a forward pass."""
         costs = replace(self.costs, attention=share)
         return replace(self, config=replace(self.config, costs=costs))
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the table for this many micro-batches per replica. It is generated only once.
+        """Return the table for this many micro-batches per replica, which is generated only once.
 
         This is the generator's table, with one exception: if activations cross over to the twin an
         odd number of times (dualpipe), they stay on one twin instead. Otherwise the last stage
-        would be on the twin of the first stage. Megatron treats the twin as another replica, which
+        would be on the first stage's twin. Megatron treats that twin as another replica, which
         reads different samples, so activations would be matched with the wrong labels.
 
         Raises:
@@ -152,8 +155,8 @@ class Pipeline:
             table = self._generated(
                 num_microbatches, self.costs, slices=self.config.slices
             )
-            # Validate generated tables too: a wrong table from a plug-in would hang the job in the
-            # middle of a step.
+            # Validate generated tables too: an incorrect table from a plug-in would
+            # hang the job in the middle of a step.
             validate(table)
             if self.transport == "torch":
                 # torch.distributed may match messages by their order, so check that this order
@@ -165,7 +168,7 @@ class Pipeline:
     def schedule_by_length(self, slice_sizes: SliceSizes, costs: Costs) -> Schedule:
         """Return the table for one step whose micro-batches have slices of these sizes.
 
-        The lengths differ in every step, so the table is not cached. The caller validates it.
+        The lengths differ from step to step, so the table is not cached. The caller validates it.
 
         Args:
             slice_sizes: The slices of each micro-batch.
@@ -179,7 +182,7 @@ class Pipeline:
     def _generated(
         self, num_microbatches: int, costs: Costs, **slices: Any
     ) -> Schedule:
-        """Generate a table; `slices` holds `generate`'s keyword arguments about slices."""
+        """Generate a table; `slices` holds `generate`'s keyword arguments for slices."""
         config = self.config
         table = generate(
             self.name,
@@ -196,8 +199,8 @@ class Pipeline:
                 f"{self.name} cuts micro-batches into {table.num_slices} slices; add "
                 f"--pipeline-slices {table.num_slices}"
             )
-        # A table from a file may have pairs that this job does not use. Run the two actions of such
-        # a pair one after the other.
+        # A table loaded from a file may contain pairs that this job does not use. Run
+        # the two actions of such a pair one after the other.
         if table.pairs and not config.pairs:
             table = replace(
                 table, pairs=(), options={**table.options, "pairs": "apart"}
@@ -208,8 +211,9 @@ class Pipeline:
                 table, placement=replace(table.placement, twin_hops=frozenset())
             )
         if config.dynamic is not None and self.splits:
-            # W may fill any idle time only if it comes from this split. If the table already has W,
-            # it determines their places. With recomputed layers, W runs right after I.
+            # W may fill any idle time only if it comes from this split. If the table
+            # already contains W, the table determines where they run. With recomputed
+            # layers, W runs right after I.
             self._fills[num_microbatches] = not (
                 table.splits_backward or config.weights_at_once
             )
@@ -222,8 +226,8 @@ class Pipeline:
         return table
 
     def policy(self, num_microbatches: int, rank: int) -> Policy:
-        """Return the policy that chooses a rank's next action, for one step."""
-        # Choosing a policy simulates several steps, so choose once for each number of
+        """Return the policy that chooses a rank's next action within one step."""
+        # Choosing a policy simulates several steps, so do it only once per number of
         # micro-batches.
         if num_microbatches not in self._policies:
             table = self.schedule(num_microbatches)
@@ -231,7 +235,7 @@ class Pipeline:
         return self._policies[num_microbatches](rank)
 
     def policies_of(self, table: Schedule, costs: Costs) -> Callable[[int], Policy]:
-        """Return a function that creates a rank's policy, for a table generated for `costs`."""
+        """Return a function that creates a rank's policy for a table generated with `costs`."""
         dynamic = self.config.dynamic
         assert dynamic is not None, "a static schedule has no policy"
         extra_activations = (
@@ -256,8 +260,8 @@ def _check_waiting(table: Schedule, config: PipelineConfig) -> None:
             "experts on several ranks), and W fills only the idle time within pairs; leave "
             "--pipeline-waiting-weights out"
         )
-    # A table with few micro-batches, such as at the start of a ramp-up, may have no pairs. Then its
-    # W run where the table places them.
+    # A table with few micro-batches, such as at the start of a ramp-up, may have no
+    # pairs. In that case, its W run where the table places them.
     if table.pairs and not table.splits_backward:
         raise ScheduleError(
             f"{setting}: {table.label} does not split backward passes, so no weight gradient can "
@@ -274,7 +278,7 @@ class Environment:
     local_world_size: int | None = None
     """Number of processes on this host, or None if all of the job's processes are on this host."""
     run: tuple[str, str] = ("", "")
-    """torchrun's run id and restart count; empty strings without torchrun."""
+    """torchrun's run id and restart count; empty strings if torchrun is not used."""
     rendezvous_host: str = "localhost"
     """Host of the store through which the processes find each other: torchrun's MASTER_ADDR."""
     host_address: str | None = None
@@ -300,7 +304,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting that `auto` has chosen in this process."""
+    """A setting that `auto` chose in this process."""
 
     flags: str
     """The flags that select it."""
@@ -312,7 +316,7 @@ class Closing(Protocol):
     """State that is closed together with the configuration."""
 
     def close(self) -> None:
-        """Release all resources, and restore everything that was changed."""
+        """Release all resources and restore everything that was changed."""
 
 
 class Aborting(Closing, Protocol):
@@ -336,7 +340,7 @@ class Active:
     choice: Choice | None = None
     """The schedule that `auto` has chosen, or None if `auto` has not chosen one."""
     seed: int | None = None
-    """Base seed of random numbers drawn by micro-batch, or None if Megatron's generators are not
+    """Base seed for random numbers drawn by micro-batch, or None if Megatron's generators are not
     reseeded."""
     requested: PipelineConfig | None = None
     """The argument to `configure`, or None if the configuration comes from flags."""
@@ -358,19 +362,19 @@ class Active:
     host: Closing | None = None
     """State of a third-party training loop (`hosts/`); None before the loop provides its sizes."""
     checked_steps: int = 0
-    """Number of training steps whose effects were checked (`patches/effects.py`)."""
+    """Number of training steps whose effects have been checked (`patches/effects.py`)."""
     is_evaluation_checked: bool = False
     """Whether `patches/effects.py` has checked the model in an evaluation or a training step."""
     is_log_checked: bool = False
     """Whether `patches/effects.py` has checked the log's first line."""
 
     def abort(self, reason: str) -> None:
-        """Stop waiting for messages in this process. Not called by the training thread."""
+        """Stop waiting for messages in this process. Not called from the training thread."""
         if self.runtimes is not None:
             self.runtimes.abort(reason)
 
     def close(self) -> None:
-        """Close the observers, and the state of the runtime, the roles and the host."""
+        """Close the observers and the state of the runtime, the roles and the host."""
         for observer in self.observers:
             observer.close()
         self.observers.clear()
@@ -389,8 +393,7 @@ class _InForce:
     num_transports: Counter[str] = field(default_factory=Counter)
     """Purpose -> number of transports opened so far in this attempt, under any configuration."""
     attempt: int | None = None
-    """How often the job has restarted in the same processes, or None if it cannot restart in
-    them."""
+    """Number of times the job has restarted in the same processes, or None if it cannot do so."""
 
 
 # The one active configuration.
@@ -417,8 +420,8 @@ def required() -> Active:
 
 
 def report_departure(sentence: str) -> None:
-    """Log how this rank's training departs from the settings, and keep it for `compare`."""
-    # Use WARNING, because Python hides all lower levels if logging is not configured.
+    """Log how this rank's training departs from the settings, and record it for `compare`."""
+    # Use WARNING, because Python hides all lower levels unless logging is configured.
     _LOG.warning("%s", sentence)
     in_force = active()
     if in_force is not None:
@@ -429,8 +432,8 @@ def name_transport(purpose: str) -> str:
     """Return the name under which the peers of a new transport find each other in the job's store.
 
     The names are numbered, so all ranks that open transports for a purpose must call this the same
-    number of times. The numbers continue from one configuration to the next, and restart with each
-    attempt.
+    number of times. The numbering continues from one configuration to the next and restarts with
+    each attempt.
     """
     # The store keeps the addresses of closed transports, so a new transport must not reuse a name.
     _PROCESS.num_transports[purpose] += 1
@@ -443,7 +446,7 @@ def name_transport(purpose: str) -> str:
 def begin_attempt(number: int | None) -> None:
     """Set the attempt number in a job that restarts within the same processes.
 
-    The transport count restarts too, because a reserve rank has not opened any transports yet.
+    The transport count is reset too, because a reserve rank has not opened any transports yet.
     """
     _PROCESS.attempt = number
     _PROCESS.num_transports.clear()
@@ -455,9 +458,9 @@ def attempt() -> int | None:
 
 
 def clear_configuration() -> None:
-    """Deactivate the configuration, and close all state that belongs to it."""
-    # Deactivate it first: code that runs while state is closed may look up the active
-    # configuration, and must not find this one.
+    """Deactivate the configuration and close all state that belongs to it."""
+    # Deactivate it first: code that runs while the state is being closed may look up
+    # the active configuration and must not find this one.
     in_force = _PROCESS.configuration
     _PROCESS.configuration = None
     if in_force is not None:
@@ -500,11 +503,11 @@ def is_folded() -> bool:
     return running is not None and running.is_folded
 
 
-# Megatron's generators continue from one forward pass to the next, so a different order of
-# micro-batches draws different dropout masks. With `--microbatch-rng`, each forward pass reseeds
-# every generator from the run's seed, the iteration, the stage and the micro-batch. So all
-# schedules with the same stages draw the same masks, and so does a resumed run.
-# `runtime/compute.py` sets the generators.
+# Megatron's generators carry their state from one forward pass to the next, so a
+# different order of micro-batches draws different dropout masks. With
+# `--microbatch-rng`, each forward pass reseeds every generator from the run's seed, the
+# iteration, the stage and the micro-batch. So all schedules with the same stages draw
+# the same masks, and so does a resumed run. `runtime/compute.py` sets the generators.
 
 
 def draws_by_microbatch() -> bool:
@@ -539,14 +542,14 @@ def iteration() -> int:
 
 
 def seed_of(*key: int | str) -> int:
-    """Return a 63-bit seed derived from a key and from the run's seed, which must be set."""
+    """Return a 63-bit seed derived from a key and the run's seed, which must be set."""
     in_force = active()
     if in_force is None or in_force.seed is None:
         raise ScheduleError(
             "random numbers by micro-batch need a seed; add --microbatch-rng"
         )
-    # Don't use `hash()`: Python randomizes string hashes per process, so each rank would get a
-    # different seed.
+    # Do not use `hash()`: Python randomizes string hashes per process, so each rank
+    # would get a different seed.
     digest = hashlib.blake2b(
         repr((in_force.seed, *key)).encode(), digest_size=8
     ).digest()

@@ -42,7 +42,7 @@ def ranking(
 ) -> Ranking:
     """Return the schedules that a job may use, best first.
 
-    The arguments and the errors are the same as for `question_of`.
+    Arguments and errors are the same as for `question_of`.
     """
     return choice.rank(*question_of(args, config, device))
 
@@ -58,7 +58,7 @@ def question_of(
         device: Description of the devices, or None if unknown.
 
     Raises:
-        ArgumentsError: The sizes are inconsistent, or the folder has a run with other sizes.
+        ArgumentsError: The sizes are inconsistent, or the run in the folder has different sizes.
     """
     cut = UserCut.of(vars(args))
     pp = cut.sizes.pipeline_model_parallel_size
@@ -118,7 +118,7 @@ class WaitingChoice:
     reason: str
     """The reason why no W can wait, or the memory that the waiting W need."""
     basis: str = ""
-    """The devices for which the number was chosen. Empty if the number does not depend on them."""
+    """The devices that the number was chosen for. Empty if the number does not depend on them."""
 
 
 def waiting_weights(
@@ -134,7 +134,7 @@ def waiting_weights(
     try:
         free_memory = _room_for_waiting(args, config, device)
     except (ArgumentsError, ScheduleError) as error:
-        # Run without waiting W, and log the reason without its remedy.
+        # Run without waiting W and log the reason, but not its remedy.
         reason, _, _remedy = str(error).partition("; ")
         return WaitingChoice(0, reason)
     assert device is not None, "a forecast needs the memory of the device"
@@ -145,11 +145,11 @@ def waiting_weights(
 def _room_for_waiting(
     args: Namespace, config: PipelineConfig, device: DeviceKind | None
 ) -> WaitingWeights:
-    """Return the number of W that may wait in a job, with their memory.
+    """Return the number of W that may wait in a job, together with the memory that they need.
 
     Raises:
-        ArgumentsError: A setting excludes waiting W, or the memory cannot be forecast.
-        ScheduleError: The schedule excludes waiting W, or has no forecast.
+        ArgumentsError: A setting is incompatible with waiting W, or the memory cannot be forecast.
+        ScheduleError: The schedule is incompatible with waiting W or has no forecast.
     """
     if not config.pairs:
         raise ArgumentsError("no actions run as pairs")
@@ -187,7 +187,7 @@ def memory_here() -> DeviceKind | None:
 def device_here() -> DeviceKind | None:
     """Return a description of this process's device, including its memory.
 
-    Returns None if the process has no device, or if the planner does not know its kind.
+    Returns None if the process has no device or the planner does not know what kind it is.
     """
     name, memory_gib = devices.name_and_memory()
     kind = kind_of(name)
@@ -209,7 +209,7 @@ def _batches(args: Namespace) -> Batches | None:
 
 
 def _has_layers(cut: UserCut) -> bool:
-    """Return whether the arguments contain the model's number of layers."""
+    """Return whether the arguments specify the model's number of layers."""
     sizes = cut.sizes
     return bool(cut.pattern or sizes.num_layers or sizes.encoder_num_layers)
 
@@ -221,7 +221,7 @@ def _layers_by_stage(
 
     Raises:
         ArgumentsError: The user's flags contradict each other.
-        ScheduleError: The model cannot have these stages.
+        ScheduleError: The model cannot be cut into these stages.
     """
     if not _has_layers(cut):
         return None
@@ -229,7 +229,9 @@ def _layers_by_stage(
     # Count the layers in the arguments that Megatron gets. They contain the user's cut or ours.
     counts = UserCut.of(vars(args) | built.values).layers_by_stage(placement)
     if counts is None:
-        raise ScheduleError(f"the layers do not divide into the stages of {schedule}")
+        raise ScheduleError(
+            f"the layers cannot be divided evenly among the stages of {schedule}"
+        )
     return counts
 
 
@@ -254,7 +256,7 @@ def _judge(
     try:
         return _forecast(args, cut, config, device, batches, training)
     except (ArgumentsError, ScheduleError) as error:
-        # Without a forecast, compare only the simulated tables, and log the reason.
+        # Without a forecast, compare only the simulated tables and log the reason.
         problem = str(error).partition("; ")[0]
         reason = f"tables alone ({problem})"
         return choice.ByTable(training=training, measured=None, reason=reason)
@@ -279,7 +281,7 @@ def _forecast(
     if config.cuts_sequences:
         raise ArgumentsError("the planner forecasts whole micro-batches, not slices")
     if batches is None:
-        raise ArgumentsError("the batch is not known")
+        raise ArgumentsError("the batch size is unknown")
     model = sizes_of_arguments(args)
     if not model.sequence:
         raise ArgumentsError("--seq-length is missing")
@@ -290,20 +292,20 @@ def _forecast(
     ep = sizes.expert_model_parallel_size
     if sizes.ranks // pp % ep:
         raise ArgumentsError(
-            f"{ep} expert-parallel ranks do not divide the ranks of a stage"
+            f"{ep} expert-parallel ranks do not evenly divide a stage's ranks"
         )
     job = Question(
         model=model,
-        # An unknown device still needs speeds, so assume an H100. Its memory is not used then; see
-        # `has_memory`.
+        # An unknown device still needs speeds, so assume an H100. In that case, its
+        # memory is not used; see `has_memory`.
         device=device or DEVICES["h100"],
         num_devices=sizes.ranks,
         global_batch=list(batches.counts)[-1],
         sequence=model.sequence,
         # The planner cannot import the rules itself, because the configuration imports the planner.
         pair_rules=RULES["pairs"],
-        # The flag for pairs is not enough: pairs are also dropped, for example with FP4 or packed
-        # sequences (`completion.py`).
+        # The flag for pairs is not enough: pairs may still be dropped, for example with
+        # FP4 or packed sequences (`completion.py`).
         techniques=replace(
             techniques_of_arguments(args), overlaps_experts=training.pairs
         ),

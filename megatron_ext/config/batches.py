@@ -33,12 +33,12 @@ class Batches:
         return list(self.counts.values())[-1]
 
     def global_batch(self, count: int) -> int:
-        """Return the global batch size that gives one replica `count` micro-batches."""
+        """Return the global batch size that gives each replica `count` micro-batches."""
         return count * self.micro_batch * self.replicas
 
     def explained(self, global_batch: int) -> str:
-        """Return text with the number of micro-batches in a global batch, and its derivation."""
-        # To users, two mirrored pipelines are one replica.
+        """Return text with the number of micro-batches in a global batch and how it is derived."""
+        # From the user's point of view, two mirrored pipelines are one replica.
         count = self.twins * self.counts[global_batch]
         batch = f"--global-batch-size={global_batch}"
         if count != global_batch:
@@ -51,7 +51,7 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
     """Return the batch sizes that the flags request, for pipelines of `pp` ranks.
 
     Raises:
-        ArgumentsError: A size is missing, or one size does not divide another.
+        ArgumentsError: A size is missing, or one size does not evenly divide another.
     """
     sizes = JobSizes.of(vars(args))
     tp = sizes.tensor_model_parallel_size
@@ -60,8 +60,8 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
     if sizes.ranks % ranks_of_replica:
         raise ArgumentsError(
             f"world size {sizes.ranks} is not a multiple of tensor {tp} x pipeline {pp} x "
-            f"context {cp} = {ranks_of_replica}; start {ranks_of_replica} processes or a multiple, "
-            "or lower a parallel size"
+            f"context {cp} = {ranks_of_replica}; start {ranks_of_replica} processes or a multiple "
+            "of that, or lower a parallel size"
         )
     replicas = sizes.ranks // ranks_of_replica * twins
     micro_batch = sizes.micro_batch_size
@@ -69,7 +69,7 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
         raise ArgumentsError(
             "--micro-batch-size is missing; give it a value of at least 1"
         )
-    # Samples in one micro-batch on every replica.
+    # Number of samples in one micro-batch per replica, summed over all replicas.
     step = micro_batch * replicas
     requested = _global_batches(args, sizes, step)
     # With --decrease-batch-size-if-needed, Megatron rounds down.
@@ -84,7 +84,7 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
     # Megatron checks this too, but its message would count each mirrored pipeline as a replica.
     if twins == 2:
         _check_evaluation(sizes, requested.sizes[-1], micro_batch, replicas)
-    # If Megatron decreases a batch, it rounds down as this division does.
+    # If Megatron decreases a batch, it rounds down, as this division does.
     counts = {batch: batch // step for batch in requested.sizes}
     return Batches(micro_batch, replicas, twins, counts)
 
@@ -92,7 +92,7 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
 def _check_evaluation(
     sizes: JobSizes, global_batch: int, micro_batch: int, replicas: int
 ) -> None:
-    """Reject an evaluation whose batch does not divide among the replicas of mirrored pipelines."""
+    """Reject an evaluation batch that does not divide evenly among mirrored pipelines' replicas."""
     eval_batch = sizes.eval_global_batch_size or global_batch
     eval_step = (sizes.eval_micro_batch_size or micro_batch) * replicas
     # The training batch has already been checked, or Megatron rounds it down.
@@ -102,8 +102,8 @@ def _check_evaluation(
     )
     if not is_training_batch and eval_batch % eval_step:
         raise ArgumentsError(
-            f"an evaluation of {eval_batch} samples is not a multiple of {eval_step}, a "
-            f"micro-batch of each of {replicas} replicas (two for each mirrored pipeline); use "
+            f"an evaluation of {eval_batch} samples is not a multiple of {eval_step}, one "
+            f"micro-batch on each of {replicas} replicas (two for each mirrored pipeline); use "
             f"--eval-global-batch-size={_rounded_up(eval_batch, eval_step)}"
         )
 
@@ -128,7 +128,7 @@ class _GlobalBatches(NamedTuple):
 def _global_batches(args: Namespace, sizes: JobSizes, step: int) -> _GlobalBatches:
     """Return all global batch sizes in the run.
 
-    `step` is the number of samples in one micro-batch on every replica.
+    `step` is the number of samples in one micro-batch per replica, summed over all replicas.
     """
     # Megatron's default is one micro-batch per replica.
     full = sizes.global_batch_size or step
@@ -160,8 +160,8 @@ def _stepped_batches(schedule: str, step: int) -> _GlobalBatches:
         batch = int(float(size) * _SUFFIXES[size_suffix])
         by_threshold.append((float(threshold) * _SUFFIXES[suffix], batch))
     by_threshold.sort()
-    # Sizes below one step belong to an earlier part of the run, on fewer processes. Megatron checks
-    # this itself.
+    # Sizes below one step belong to an earlier part of the run, with fewer processes.
+    # Megatron checks this itself.
     batches = [size for _, size in by_threshold if size >= step]
     if not batches:
         # Keep one size, although it is too small, so that the caller rejects it with a remedy.
@@ -201,7 +201,7 @@ def _ramped_batches(ramp: Sequence[Any], full: int, step: int) -> _GlobalBatches
 
 
 def check_file(name: str, pp: int, batches: Batches) -> None:
-    """Reject a run whose sizes differ from the table in a file (`csv:FILE`).
+    """Reject a run whose sizes differ from those of the table in a file (`csv:FILE`).
 
     Raises:
         ScheduleError: The sizes differ; the message names the flags to change.

@@ -1,4 +1,4 @@
-"""Parses a training command line as the training job itself does, but without importing torch.
+"""Parses a training command line the way the training job does, but without importing torch.
 
 Megatron's flags come from its sources (`megatron_ext/upstream/flag_list.py`), ours from `flags.py`,
 and a script's flags from the script's file. If Megatron is not installed, the types of its flags
@@ -26,7 +26,7 @@ from megatron_ext.upstream.flag_list import megatron_flags, script_flags
 from megatron_ext.upstream.scripts import is_megatrons, is_pretraining
 
 _SCRIPT = "pretrain_gpt.py"
-"""The script assumed for a command line that names no script."""
+"""The script that is assumed if a command line names none."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class CommandLine:
     """Values by argument name, for Megatron's arguments and ours. Flags that are not given are
     absent."""
     script: str | None = None
-    """The script to start, or None if the words are only flags."""
+    """The script to start, or None if the command line contains only flags."""
     unknown: dict[str, str | None] = field(default_factory=dict)
     """Flags that neither Megatron nor this package defines -> a similar flag that exists, or None.
     """
@@ -47,12 +47,12 @@ class CommandLine:
 
     @property
     def is_pretraining(self) -> bool:
-        """Whether one of Megatron's training scripts runs, whose required flags can be checked."""
+        """Whether a Megatron training script runs, so that its required flags can be checked."""
         return self.script is not None and is_pretraining(self.script)
 
 
 def read_command_line(words: Sequence[str]) -> CommandLine:
-    """Return the settings in a training command line and in the environment's flags.
+    """Return the settings from a training command line and from the flags in the environment.
 
     Args:
         words: The flags, optionally preceded by a script.
@@ -78,7 +78,8 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
         for flag in script_flags(Path(script)):
             flag.add_to(parser)
     add_arguments(parser)
-    # Set the environment's flags as defaults, as a job does, so that the words override them.
+    # Set the environment's flags as defaults, as a job does, so that the command line
+    # overrides them.
     parser.set_defaults(**vars(parse_words(requested_flags(), FLAGS)))
     parsed, unknown_words = parser.parse_known_args(words)
     suggestions: dict[str, str | None] = {}
@@ -97,7 +98,7 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
 
 
 def _suggestions(parser: WordParser, words: Sequence[str]) -> dict[str, str | None]:
-    """Return a similar flag that the parser knows, or None, for each flag among the words."""
+    """Return, for each flag among the words, a similar flag that the parser knows, or None."""
     spellings: list[str] = []
     for action in parser._actions:
         spellings += action.option_strings
@@ -110,7 +111,7 @@ def _suggestions(parser: WordParser, words: Sequence[str]) -> dict[str, str | No
     return suggestions
 
 
-# Megatron's flags whose destination differs from the flag's name.
+# Megatron flags whose destination differs from the flag's name.
 _DESTINATIONS = {
     "fp4_format": "fp4",
     "fp8_format": "fp8",
@@ -119,7 +120,7 @@ _DESTINATIONS = {
     "overlap_p2p_communication": "overlap_p2p_comm",
 }
 
-# Arguments whose values are text, even if a value looks like a number.
+# Arguments whose values are text, even if they look like numbers.
 _TEXTS = (
     "hybrid_layer_pattern", "hybrid_override_pattern", "pipeline_model_parallel_layout",
     "step_batch_size_schedule",
@@ -130,7 +131,7 @@ _SEVERAL = ("rampup_batch_size", "recompute_modules")
 
 
 def _as_they_look(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of flags whose types are unknown.
+    """Return the settings from flags whose types are unknown.
 
     A flag without a value is a switch, and `--no-NAME` turns a switch off.
     """
@@ -145,7 +146,7 @@ def _as_they_look(words: Sequence[str]) -> dict[str, Any]:
             texts_by_dest[_DESTINATIONS.get(dest, dest)] = texts
         else:
             texts.append(word)
-    # Guess each flag's type from the number and the form of its words.
+    # Guess each flag's type from the number and form of its words.
     settings: dict[str, Any] = {}
     for dest, texts in texts_by_dest.items():
         if dest in _TEXTS:

@@ -1,4 +1,4 @@
-"""Completes a configuration with the settings that depend on the model and on the job's sizes."""
+"""Completes a configuration with the settings that depend on the model and the job's sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.cut import UserCut
     from megatron_ext.config.pipeline_config import PipelineConfig
 
-# Settings with which pairs would train a different model; see RULES["unpaired"].
+# Settings under which pairs would train a different model; see RULES["unpaired"].
 _UNPAIRED = ("fp4", "sft", "dataloader_inter_document_masking")
 
 
@@ -29,12 +29,13 @@ def completed(
         config: The user's configuration.
 
     Raises:
-        ArgumentsError: The sizes contradict each other on the number of stages per rank.
+        ArgumentsError: The sizes imply different numbers of stages per rank.
     """
-    # Disaggregation implies a schedule, and Megatron builds its stages from Megatron's flags.
+    # Disaggregation implies a schedule, whose stages Megatron builds from its own
+    # flags.
     if config.disaggregation is not None:
-        # Both roles must draw the same random numbers. Always set this, because the flags do not
-        # show all random numbers that a model draws.
+        # Both roles must draw the same random numbers. Always set this, because the
+        # flags do not reveal every random number that a model draws.
         return replace(config, microbatch_rng=True)
     # A dynamic order without a schedule starts from the table for Megatron's own schedule.
     if config.schedule is None and config.dynamic is not None:
@@ -48,11 +49,11 @@ def completed(
 
 
 def _chunks(cut: UserCut, config: PipelineConfig) -> int | None:
-    """Return the number of stages on each rank, if the schedule accepts different numbers."""
+    """Return the number of stages on each rank, if the schedule supports different numbers."""
     generator = config.generator
     if config.chunks is not None or generator is None or not generator.free_chunks:
         return config.chunks
-    # If the cut gives one stage per rank or does not divide, use the schedule's default;
+    # If the cut gives one stage per rank or is uneven, use the schedule's default;
     # `stage_arguments` then cuts the model accordingly.
     chunks = cut.chunks_if_even
     if chunks is None or chunks == 1:
@@ -88,13 +89,13 @@ class _WholeLayers:
 
 
 def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineConfig:
-    """Return a configuration whose `stash_ratio` counts the memory held between I and W.
+    """Return a configuration whose `stash_ratio` accounts for the memory held between I and W.
 
     Args:
         config: The configuration. An existing ratio is kept.
         settings: The job's settings, or the fields of a `TransformerConfig`.
     """
-    # A ratio from the user also leaves W where the table places it.
+    # If the user set a ratio, W also stays where the table places it.
     if config.stash_ratio > 1:
         return config
     granularity = settings.get("recompute_granularity")
@@ -114,7 +115,8 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
     ratio = stash_ratio(
         settings.get("tensor_model_parallel_size", 1),
         sequence_parallel=bool(settings.get("sequence_parallel")),
-        # Megatron's own layers save only their part of the sequence, and gather it again later.
+        # Megatron's own layers save only their part of the sequence and gather it again
+        # later.
         keeps_gathered=is_te and find_spec("transformer_engine") is not None,
         recomputed=recomputed,
         offloaded=offloaded,
@@ -122,9 +124,9 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
         kept_inputs=1 / recomputed_layers.at_a_time,
         divides_inputs=bool(settings.get("distribute_saved_activations")),
     )
-    # If all layers are recomputed, run W right after I, so that a rank holds the operands for only
-    # one W at a time: a recomputed layer keeps 16 to 44 times as much between I and W as before I.
-    # A table from a file keeps its order.
+    # If all layers are recomputed, run W right after I, so that a rank holds the
+    # operands for only one W at a time: a recomputed layer holds 16 to 44 times as much
+    # memory between I and W as before I. A table loaded from a file keeps its order.
     at_once = config.weights_at_once or (
         recomputed_layers.share == 1 and config.generator is not None
     )
@@ -144,7 +146,7 @@ def _recomputed_layers(
         # Each of two mirrored pipelines has `num_chunks` stages on half of the ranks counted below.
         generator = config.generator
         chunks = 1 if generator is None else generator.num_chunks // generator.twins
-    # `count` is a number per stage, so multiply it by the number of stages.
+    # `count` is per stage, so multiply it by the number of stages.
     recomputed = count * chunks * settings["pipeline_model_parallel_size"]
     num_layers = settings.get("num_layers") or recomputed
     return _WholeLayers(share=min(1.0, recomputed / num_layers))

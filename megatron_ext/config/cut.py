@@ -24,9 +24,10 @@ PATTERN = "--hybrid-layer-pattern"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _LAYERS = "--num-layers-per-virtual-pipeline-stage"
 
-# 0.16 marks hybrid models by the first two of these arguments, later releases by the last two.
+# 0.16 marks hybrid models with the first two of these arguments, later releases with
+# the last two.
 _HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
-# Arguments that give a file or a text describing each layer.
+# Arguments that describe each layer, in a file or as text.
 _HETEROGENEOUS = (
     "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json",
@@ -37,7 +38,7 @@ EVEN_CUT = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
 )  # fmt: skip
-"""Arguments for cutting the model that a layout replaces."""
+"""Arguments for cutting the model. A layout replaces them."""
 
 
 class CutFlag(NamedTuple):
@@ -48,7 +49,7 @@ class CutFlag(NamedTuple):
 
 
 class EndWeights(NamedTuple):
-    """Work that the first and the last stage do besides their layers, in units of one layer."""
+    """Work that the first and last stages do besides their layers, in units of one layer."""
 
     first: float
     last: float
@@ -61,7 +62,7 @@ class UserCut:
     sizes: JobSizes
     pattern: str | None
     """The layers of a hybrid model, one letter per layer, with `|` between stages. None for other
-    models, and for hybrid models in 0.16, which count their layers by `--num-layers`."""
+    models, and for hybrid models in 0.16, which set their number of layers with `--num-layers`."""
     is_hybrid: bool
     counts_embedding: bool
     """Whether Megatron counts the embedding as a layer in the first stage."""
@@ -125,7 +126,8 @@ class UserCut:
         ]
         if len(chosen) > 1:
             raise ArgumentsError(
-                f"{chosen[0].flag} and {chosen[1].flag} exclude each other; leave one of them out"
+                f"{chosen[0].flag} and {chosen[1].flag} are mutually exclusive; leave one of them "
+                "out"
             )
         return chosen[0] if chosen else None
 
@@ -136,7 +138,7 @@ class UserCut:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers in the model, without multi-token prediction.
+        """Number of layers in the model, excluding multi-token prediction.
 
         Raises:
             ArgumentsError: The number is missing.
@@ -151,7 +153,7 @@ class UserCut:
         if not count:
             if self.pattern is not None:
                 raise ArgumentsError(
-                    f"{PATTERN} has no layers; write a letter for each layer, such as M*M-"
+                    f"{PATTERN} has no layers; write one letter per layer, such as M*M-"
                 )
             raise ArgumentsError(
                 "--num-layers is missing; give it a value of at least 1"
@@ -160,7 +162,7 @@ class UserCut:
 
     @property
     def num_split(self) -> int:
-        """Number of layers that Megatron splits evenly, with embedding and loss if they count."""
+        """Number of layers that Megatron splits evenly, with embedding and loss if counted."""
         return self.num_layers + self.counts_embedding + self.counts_loss
 
     @property
@@ -168,7 +170,7 @@ class UserCut:
         """Number of stages per rank under Megatron's own schedule.
 
         Raises:
-            ArgumentsError: The flags contradict each other, or the sizes do not divide.
+            ArgumentsError: The flags contradict each other, or the sizes do not divide evenly.
         """
         chosen = self.chosen
         if chosen is None:
@@ -198,12 +200,12 @@ class UserCut:
 
     @property
     def chunks_if_even(self) -> int | None:
-        """Number of stages per rank from the user's flag; None if the layers do not divide.
+        """Number of stages per rank from the user's flag; None if the layers do not divide evenly.
 
         Raises:
             ArgumentsError: The flags contradict each other.
         """
-        # Contradictory flags raise here, outside of `suppress`.
+        # Contradictory flags raise here, outside `suppress`.
         _ = self.chosen
         with suppress(ArgumentsError):
             return self.chunks
@@ -211,7 +213,7 @@ class UserCut:
 
     @property
     def end_layers(self) -> tuple[int | None, int | None]:
-        """Layers on the first and the last rank; None means as many as on the ranks in between."""
+        """Layers on the first and last ranks; None means as many as on the ranks in between."""
         sizes = self.sizes
         return (
             sizes.decoder_first_pipeline_num_layers,
@@ -221,7 +223,7 @@ class UserCut:
     def layers_by_stage(self, placement: Placement) -> list[int] | None:
         """Return the number of layers in each stage if Megatron would build this many stages.
 
-        Returns None if Megatron would build other stages or fail under the user's flags.
+        Returns None if the user's flags would make Megatron build different stages or fail.
 
         Raises:
             ArgumentsError: The flags contradict each other, or the number of layers is missing.
@@ -229,8 +231,8 @@ class UserCut:
         chosen = self.chosen
         num_layers = self.num_layers
         chunks = placement.num_stages // placement.num_ranks
-        # Without a flag, Megatron builds one stage per rank, and `stage_arguments` may set another
-        # number.
+        # Without a flag, Megatron builds one stage per rank, but `stage_arguments` may
+        # set a different number.
         if (chosen is not None or chunks == 1) and self.chunks_if_even != chunks:
             return None
         if chosen is not None and chosen.flag == LAYOUT:
@@ -246,22 +248,24 @@ class UserCut:
         if num_left_over or (self.pattern and chunks > 1):
             return None
         layers_by_stage = [per_stage] * placement.num_stages
-        # The embedding and the loss take the place of a layer if Megatron counts them.
+        # The embedding and the loss each take the place of a layer if Megatron counts
+        # them.
         layers_by_stage[0] -= self.counts_embedding
         layers_by_stage[-1] -= self.counts_loss
         return layers_by_stage
 
     def _layers_between_ends(self, placement: Placement) -> list[int] | None:
-        """Return the layers in each stage if the first or the last rank has more or fewer layers.
+        """Return the layers in each stage if the first or last rank has more or fewer layers.
 
-        A rank's layers are spread evenly over its chunks. Returns None if the layers do not divide.
+        A rank's layers are spread evenly over its chunks. Returns None if they do not divide
+        evenly.
         """
         chunks = placement.num_stages // placement.num_ranks
         end_counts = [count for count in self.end_layers if count is not None]
         # Megatron asserts that a rank's layers divide evenly among its chunks.
         if any(count < 1 or count % chunks for count in end_counts):
             return None
-        # Spread the remaining layers evenly over the ranks between the ends.
+        # Spread the remaining layers evenly over the ranks in between.
         num_between = placement.num_ranks - len(end_counts)
         layers_between = self.num_layers - sum(end_counts)
         if num_between:
@@ -280,7 +284,7 @@ class UserCut:
         return [per_stage_of_rank[rank] for rank in placement.rank_of]
 
     def end_weights(self, num_ranks: int) -> EndWeights:
-        """Return the work that the first and the last stage do besides their layers."""
+        """Return the work that the first and last stages do besides their layers."""
         if self.layout is not None:
             return ends_of_layout(self.layout)
         end_counts = [count for count in self.end_layers if count]
@@ -303,15 +307,15 @@ class UserCut:
 
 
 def ends_of_layout(layout: str) -> EndWeights:
-    """Return the work that the first and the last stage do besides their layers.
+    """Return the work that the first and last stages do besides their layers.
 
     If a layout gives an end fewer layers than the stages in between, the function assumes that the
     end's other work takes as long as the missing layers.
     """
     stages = parse_layout(layout)
     counts = [stage.count("t") for stage in stages]
-    # Multi-token prediction may have a separate stage before the loss. Then both stages together
-    # are the end.
+    # Multi-token prediction may have a separate stage before the loss. In that case,
+    # both stages together form the end.
     tail: list[int] = []
     between: list[int] = []
     for index, (stage, count) in enumerate(zip(stages, counts, strict=True)):

@@ -1,9 +1,9 @@
-"""Entry points for a training's command line: `prepare` and `check`. Hosts use them too.
+"""Entry points for a training command line: `prepare` and `check`. Hosts use them too.
 
-Megatron's argument handling has two places to hook in. `prepare` runs between parsing and
-Megatron's validation: it translates the flags, computes the arguments with which Megatron hosts the
+Both hook into Megatron's argument handling. `prepare` runs between parsing and Megatron's
+validation: it translates the flags, computes the arguments that Megatron needs to host the
 pipeline, and activates the configuration. `check` runs after the validation: it compares Megatron's
-results with the prepared arguments, and logs the pipeline that runs, with its simulated bubble and
+results with the prepared arguments and logs the pipeline that runs, with its simulated bubble and
 memory.
 """
 
@@ -57,7 +57,7 @@ def prepare(
     script_defaults: Mapping[str, Any] | None = None,
     wording: Wording = in_flags,
 ) -> dict[str, Any]:
-    """Activate a configuration, and set the arguments with which Megatron hosts it.
+    """Activate a configuration and set the arguments that Megatron needs to host it.
 
     Some upstream tools call this twice. A second call with the same arguments changes nothing.
 
@@ -73,13 +73,14 @@ def prepare(
         The changed arguments by name.
 
     Raises:
-        ArgumentsError: The flags contradict each other, or Megatron's own flags.
+        ArgumentsError: The flags contradict each other or Megatron's own flags.
         ScheduleError: The schedule does not exist, or cannot run with these sizes.
     """
     # Clear first, so that no earlier configuration stays active if the flags are rejected.
     clear_configuration()
-    # Upstream may validate twice, and both validations must start from the user's arguments. So
-    # undo our earlier changes, but keep values that other code has set since then.
+    # Upstream may validate twice, and both validations must start from the user's
+    # arguments. Undo our earlier changes, but keep values that other code has set since
+    # then.
     user_args = Namespace(**vars(args))
     for dest, (before, after) in vars(user_args).pop(_REWRITTEN, {}).items():
         if getattr(user_args, dest, None) == after:
@@ -123,7 +124,7 @@ def put_in_force(
 
 
 def check(args: Namespace) -> None:
-    """Compare Megatron's completed arguments with the prepared ones, and log what runs.
+    """Compare Megatron's completed arguments with the prepared ones and log what runs.
 
     Raises:
         ArgumentsError: The arguments differ.
@@ -158,8 +159,8 @@ def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
     # A later flag, a checkpoint's arguments or another program's patch may have changed the sizes.
     for size, count in prepared.items():
         if computed[size] != count:
-            # A program may catch this error, so leave no pipeline active that does not fit the
-            # model.
+            # The program may catch this error, so do not leave a pipeline active that
+            # does not fit the model.
             clear_configuration()
             raise ArgumentsError(
                 f"--pipeline-schedule {pipeline.name} was prepared for {count} {size}, but "
@@ -168,7 +169,7 @@ def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
 
 
 def _what_runs(args: Namespace, in_force: Active) -> Iterator[str]:
-    """Yield log lines about the pipeline or roles that run, and about their limitations."""
+    """Yield log lines about the pipeline or roles that run, and their limitations."""
     # `args.rank` is 0 on one rank of each role, but `job.rank` is the rank in the whole job.
     job = in_force.job
     if job is not None:
@@ -177,7 +178,7 @@ def _what_runs(args: Namespace, in_force: Active) -> Iterator[str]:
             yield roles_in_words(args, job, count)
         return
     if in_force.config.tracing is not None and getattr(args, "skip_train", False):
-        yield "--trace records nothing with --skip-train: it records training steps only"
+        yield "--trace records nothing with --skip-train: it only records training steps"
     if in_force.transport_only is not None:
         wires = _wires_in_words(in_force.transport_only.transport)
         yield f"pipeline schedule: Megatron's own; messages over {wires}"
@@ -240,7 +241,7 @@ def running(pipeline: Pipeline) -> str:
             )
     waiting = ""
     if config.num_waiting and not any(schedule.pairs):
-        waiting = "; so few micro-batches form no pairs, so no W waits for idle time"
+        waiting = "; there are too few micro-batches to form pairs, so no W waits for idle time"
     elif config.num_waiting:
         waiting = (
             f"; each rank lets up to {config.num_waiting} more W wait for idle time, at most "
@@ -256,10 +257,10 @@ def running(pipeline: Pipeline) -> str:
 
 
 def _wires_in_words(transport: str) -> str:
-    """Return the name of the transport, for the log."""
+    """Return the transport's name for the log."""
     # `auto` is resolved for each pair of ranks when they connect.
     if transport == "auto":
-        return "the fastest wire for each pair of ranks (auto)"
+        return "the fastest transport for each pair of ranks (auto)"
     return transport
 
 
@@ -305,29 +306,29 @@ def warning(pipeline: Pipeline) -> str | None:
     if ratio < 1 - NOTABLE:
         comparison = f"takes {100 * (1 - ratio):.1f} % less time than"
     return (
-        f"while no message and no micro-batch is late, the static order of {pipeline.name} "
+        f"as long as no message or micro-batch is late, the static order of {pipeline.name} "
         f"{comparison} --use-dpp (simulated); leave --use-dpp out unless links or micro-batches "
         "vary"
     )
 
 
 def log(*lines: str) -> None:
-    """Log notices as warnings, because scripts that configure no logging hide lower levels."""
+    """Log notices as warnings, because scripts that do not configure logging hide lower levels."""
     for line in lines:
         _LOG.warning("%s", line)
 
 
 def count_recomputation(built: Any) -> None:
-    """Update the memory that tables count between I and W, from the recomputation settings.
+    """Update the memory that tables count between I and W to match the recomputation settings.
 
-    `configure` runs before the model's settings exist, so the memory is counted when they are
-    built. With flags, it is known in advance.
+    `configure` runs before the model's settings exist, so the memory is computed when they are
+    created. With flags, it is known in advance.
 
     Args:
         built: Megatron's `TransformerConfig` or `DistributedDataParallelConfig`.
     """
     in_force = required()
-    # Only `TransformerConfig` has settings about recomputation.
+    # Only `TransformerConfig` has recomputation settings.
     is_model = hasattr(built, "recompute_granularity")
     if in_force.requested is None or in_force.pipeline is None or not is_model:
         return

@@ -69,9 +69,9 @@ _OPTIONS = _option_entries()
 _IGNORED = "\n".join(
     f"{flag} - VALUE\n    Ignored: {reason}." for flag, reason in DROPPED.items()
 )
-# Help texts by flag. The flag is followed by the field that it sets (`part.field` for a field in a
-# part), and by the name of its value in the help. The field's type determines the accepted values.
-# A flag without a field is a switch.
+# Help texts by flag. The flag is followed by the field that it sets (`part.field` for a
+# field in a part) and by the name of its value in the help. The field's type determines
+# the accepted values. A flag without a field is a switch.
 _HELP = f"""
 --device-backend device
     Device that Megatron runs on. auto picks CUDA, else MUSA, else the CPU. Programs that do not
@@ -81,20 +81,20 @@ _HELP = f"""
 --pipeline-schedule schedule NAME
     Pipeline schedule: {", ".join(registered())}, or csv:FILE. `megatron-ext plan` compares them.
     auto selects the schedule with the fastest forecast that works with the other flags and fits
-    into memory. auto:DIR selects it by the costs of the traced run in DIR (default: Megatron's own
-    1F1B or interleaved schedule).
+    into memory. auto:DIR bases the selection on the costs of the traced run in DIR (default:
+    Megatron's own 1F1B or interleaved schedule).
 --enable-bitpipe-schedule
     Same as --pipeline-schedule bitpipe.
 {_OPTIONS}
 --pipeline-transport transport
-    Transport between pipeline ranks, also under Megatron's own schedules: torch.distributed, shared
-    memory on one host, TCP or RDMA. With the last three, GPU tensors go through pinned memory. auto
-    picks the best transport for each pair of ranks: GPUs on one host exchange tensors directly if
-    they can; other pairs use torch.distributed, or RDMA or TCP with --use-dpp (default: torch; with
-    --use-dpp: auto).
+    Transport between pipeline ranks, including under Megatron's own schedules: torch.distributed,
+    shared memory on one host, TCP or RDMA. With the last three, GPU tensors go through pinned
+    memory. auto picks the best transport for each pair of ranks: GPUs on one host exchange tensors
+    directly if they can; other pairs use torch.distributed, or RDMA or TCP with --use-dpp (default:
+    torch; with --use-dpp: auto).
 --node-ips node_ips ADDRESS
-    Addresses for --pipeline-transport auto, tcp and rdma: one for each node, in the order of ranks,
-    or one for each rank (default: the addresses on the route to MASTER_ADDR).
+    Addresses for --pipeline-transport auto, tcp and rdma: one per node, in rank order, or one per
+    rank (default: the addresses on the route to MASTER_ADDR).
 --pipeline-device-path device_path
     How GPU tensors reach ranks on the same host over --pipeline-transport shm or auto: staged
     through pinned memory, or by CUDA IPC from GPU to GPU, which every pair of GPUs must support.
@@ -105,23 +105,22 @@ _HELP = f"""
     faulty memory or a faulty network stops the job instead of changing its results. This costs
     about one copy at the sender and one at the receiver. Message headers always have a checksum.
 --pipeline-costs costs F,I,W[,LATENCY[,LAUNCH]]
-    Durations, in any consistent unit, of forward, input gradient and weight gradient on 1/pp of the
-    model, of a message, and of launching an action on a device. The schedule is generated and
-    simulated with these durations (default: {UNIT}).
+    Durations, in any consistent unit, of a forward pass, an input gradient and a weight gradient on
+    1/pp of the model, of a message, and of launching an action on a device. The schedule is
+    generated and simulated with these durations (default: {UNIT}).
 --pipeline-layout
-    Cut the model so that the busiest rank has the least work. This takes into account the costs of
-    embedding, dense layers, experts, multi-token prediction and loss (default: the same number of
-    layers in each stage, or Megatron's own flags).
+    Cut the model so that the busiest rank has as little work as possible. This takes into account
+    the costs of embedding, dense layers, experts, multi-token prediction and loss (default: the
+    same number of layers in each stage, or Megatron's own flags).
 --pipeline-slices slices K
-    Cut the sequence of each micro-batch into K slices of equal cost, which run through the pipeline
-    one by one. This leaves about 1/K of the bubble, and about 1/K of the activations beyond those
-    of one micro-batch (default: 1, whole micro-batches).
+    Cut each micro-batch's sequence into K slices of equal cost, which run through the pipeline one
+    by one. This leaves about 1/K of the bubble, and about 1/K of the activations beyond those of
+    one micro-batch (default: 1, whole micro-batches).
 --pipeline-slice-tokens slice_tokens T
-    For data of variable or packed lengths: cut each micro-batch of L > T tokens into slices of
-    equal cost, whose number is L / T, rounded up. The table is generated for the lengths of each
-    step. auto: the T that `megatron-ext plan` finds for such lengths if its flags include --lengths
-    FILE and --slice-tokens auto (default without a value: auto; without the flag: whole
-    micro-batches).
+    For data of variable or packed lengths: cut each micro-batch of L > T tokens into L / T slices
+    (rounded up) of equal cost. A table is generated for each step's lengths. auto: the T that
+    `megatron-ext plan` finds for such lengths if its flags include --lengths FILE and
+    --slice-tokens auto (default without a value: auto; without the flag: whole micro-batches).
 --pipeline-waiting-weights waiting_weights N
     With --overlap-moe-expert-parallel-comm and a schedule that splits backward passes: postpone up
     to N weight gradients on each rank, each for one stage and micro-batch, and run them while the
@@ -132,37 +131,38 @@ _HELP = f"""
 --pipeline-balance balance
     For data of variable or packed lengths. order: the lengths of the micro-batches determine the
     order in which they enter the pipeline. pack: in addition, distribute the micro-batches over all
-    data-parallel replicas by cost. The gradient is the same sum in another order (default: off).
+    data-parallel replicas by cost. The gradient is the same sum in a different order (default:
+    off).
 --pipeline-length-costs length_costs A,B
     With --pipeline-balance, --pipeline-slices or --pipeline-slice-tokens: a sample of L tokens
     costs A*L + B*L^2, in any unit. `megatron-ext plan` measures A and B if its flags include
-    --lengths FILE and --trace-dir DIR (default: derived from the shape of the model).
+    --lengths FILE and --trace-dir DIR (default: derived from the model's shape).
 {_DPP} dynamic
     Dynamic pipeline parallelism: each rank runs the next action that is ready, instead of waiting
-    for the next action of the table. --pipeline-schedule sets the table (default: interleaved if
+    for the next action in the table. --pipeline-schedule sets the table (default: interleaved if
     the model has virtual stages, else 1f1b).
 --dpp-policy dynamic.policy
-    With {_DPP}: which action runs first if several are ready. hint follows the table and its bound
-    on memory. The other policies may keep the activations of all micro-batches (default:
+    With {_DPP}: which action runs first if several are ready. hint follows the table and its memory
+    bound. The other policies may keep the activations of all micro-batches (default:
     {next(iter(POLICIES))}).
 --dpp-extra-activations dynamic.extra_activations N
     With {_DPP} and hint: micro-batches that a rank may keep beyond the table's peak (default:
     {DynamicOrder().margin}).
 --variable-seq-lengths variable_seq_lengths
     Allow micro-batches to have sequences of different lengths, up to --max-position-embeddings.
-    Messages then contain the shapes of their tensors, under every schedule.
+    Under every schedule, messages then include their tensors' shapes.
 --microbatch-rng microbatch_rng
     Draw dropout masks by iteration, stage and micro-batch, so that all schedules, including
     Megatron's own, draw the same masks. Implied by --use-dpp.
 {FLAG} disaggregation
-    Run forward passes and backward passes in different processes. A replica takes 2 x TP x PP
-    processes, so the data-parallel size is halved and must be even.
+    Run forward and backward passes in separate processes. A replica needs 2 x TP x PP processes, so
+    the data-parallel size is halved and must be even.
 --ignore-forward-tensor-parallel disaggregation.merged
     With {FLAG}: one forward process replaces all tensor-parallel ranks of its stage, so a replica
     has (TP + 1) x PP processes.
 --fbd-activations disaggregation.activations
-    With {FLAG}. recompute: backward ranks repeat the forward pass. ship: forward ranks send the
-    input of each layer to backward ranks, which needs full uniform recomputation (default:
+    With {FLAG}. recompute: backward ranks repeat the forward pass. ship: forward ranks send each
+    layer's input to backward ranks, which requires full uniform recomputation (default:
     {Disaggregation.activations}).
 --trace tracing
     Record a timeline of each rank in benchmark/<run>/; see `megatron-ext aggregate` and
@@ -173,10 +173,11 @@ _HELP = f"""
     With --trace: record the first K iterations of each interval (default:
     {Tracing().num_iterations}, or all of a shorter interval).
 --trace-dir tracing.directory DIR
-    With --trace: output folder of this run (default: in benchmark/, named after the run's sizes).
+    With --trace: output folder for this run (default: a folder in benchmark/ named after the run's
+    sizes).
 --hang-timeout hang_timeout_s SECONDS
     Stop the job if a training step makes no progress for this long, and name the rank that the
-    other ranks wait for (default: the time-out of the process groups applies).
+    other ranks are waiting for (default: the process groups' time-out applies).
 {_IGNORED}
 """
 _PARTS = {"dynamic": DynamicOrder, "disaggregation": Disaggregation, "tracing": Tracing}
@@ -204,7 +205,7 @@ class _Row(NamedTuple):
 
     flag: str
     part: str
-    """The part of the configuration that contains the field; empty: the configuration itself."""
+    """The part of the configuration that contains the field; empty for the configuration itself."""
     field: str
     parse: Callable[[str], object] | None
     """Parses the value. Its errors are reported as errors in the flag."""
@@ -215,7 +216,7 @@ class _Row(NamedTuple):
 def _row(key: str, text: str) -> _Row:
     # A key is a flag, optionally followed by its field and by the name of its value.
     flag, path, metavar, *_ = [*key.split(), "", ""]
-    # A "-" in place of the field means that the flag sets none.
+    # A "-" in place of the field means that the flag sets no field.
     part, _, name = path.strip("-").rpartition(".")
     owner = _PARTS.get(part, PipelineConfig)
     # A flag without a field has no annotation.
@@ -235,13 +236,14 @@ def _row(key: str, text: str) -> _Row:
         options["metavar"] = metavar
         if kind is int and words:
             options["type"] = partial(_number_or, words)
-            # A flag without its number asks for one that is derived.
+            # If the flag is given without a number, the number is derived.
             options |= {"nargs": "?", "const": "auto"}
         elif kind in (int, float, Path):
             options["type"] = kind
         elif get_origin(kind) is tuple:
             options["nargs"] = "+"
-    # Fields in a part get no defaults here: their values must be absent without the part's switch.
+    # Fields in a part get no defaults here: their values must be absent unless the
+    # part's switch is given.
     default = None if part else getattr(PipelineConfig, name, None)
     if "action" not in options and isinstance(default, str | int):
         options["default"] = default
@@ -325,7 +327,7 @@ names differ. Rules use the argument names."""
 
 
 class WordParser(ArgumentParser):
-    """A parser that raises exceptions instead of exiting, and rejects abbreviations.
+    """A parser that rejects abbreviations and raises exceptions instead of exiting.
 
     An abbreviation of one of our flags could be a Megatron flag, now or in the next release.
     """
@@ -392,7 +394,7 @@ def parse_words(words: Sequence[str], source: str) -> Namespace:
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add our group of flags to a parser unless it has them, and return the parser."""
+    """Add our group of flags to a parser unless it already has them, and return the parser."""
     if not any(group.title == "megatron_ext" for group in parser._action_groups):
         group = parser.add_argument_group(title="megatron_ext")
         for row in _ROWS:
@@ -427,7 +429,8 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
     is_ours = schedule or _value(args, _DPP) or _value(args, FLAG)
     if _value(args, "--pipeline-layout") is not None and not is_ours:
         raise ArgumentsError(
-            "--pipeline-layout auto is for schedules of this package; add --pipeline-schedule NAME"
+            "--pipeline-layout auto requires one of this package's schedules; add "
+            "--pipeline-schedule NAME"
         )
     tracing = fields_by_part["tracing"]
     # By default, lengthen the interval if it is shorter than the recording.
@@ -457,10 +460,10 @@ def _fields_by_part(args: Namespace) -> dict[str, dict[str, Any]]:
         if value is None or not row.field:
             continue
         switch = FLAG_OF.get(row.part)
-        # Don't test `if value`: the user may also set 0.
+        # Do not test `if value`: the user may set 0.
         if switch is not None and value is not False and not _value(args, switch):
             raise ArgumentsError(
-                f"{row.flag} is for {switch}; add {switch}, or leave {row.flag} out"
+                f"{row.flag} requires {switch}; add {switch}, or leave {row.flag} out"
             )
         if row.parse is not None and isinstance(value, str):
             try:
@@ -488,7 +491,7 @@ def _options(args: Namespace, schedule: str | None) -> dict[str, Option]:
     """Return the schedule options that were given.
 
     Raises:
-        ArgumentsError: An option for another schedule was given.
+        ArgumentsError: An option for a different schedule was given.
     """
     options: dict[str, Option] = {}
     for generator in registered().values():
@@ -502,7 +505,7 @@ def _options(args: Namespace, schedule: str | None) -> dict[str, Option]:
                     "none was chosen" if schedule is None else f"{schedule} was chosen"
                 )
                 raise ArgumentsError(
-                    f"{flag} is for {generator.name}, but {chosen}; leave it out, or use "
+                    f"{flag} is an option of {generator.name}, but {chosen}; leave it out, or use "
                     f"--pipeline-schedule {generator.name}"
                 )
             options[key] = value

@@ -1,10 +1,10 @@
 """Checks a configuration: which settings a pipeline accepts, changes and rejects.
 
 `preflight` checks any settings, on any machine and without torch. `inspect` runs the same checks in
-a process of the job, whose device and Transformer Engine are known. It also returns the pipeline,
-and the arguments with which Megatron hosts the pipeline. Megatron treats two mirrored pipelines on
-D ranks as one pipeline of D/2 ranks with twice as many data-parallel replicas, and is given a
-layout for stages that are placed as a V or W.
+a process of the job, whose device and Transformer Engine are known. It also returns the pipeline
+and the arguments that Megatron needs to host it. Megatron treats two mirrored pipelines on D ranks
+as one pipeline of D/2 ranks with twice as many data-parallel replicas, and is given a layout for
+stages that are placed as a V or W.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# Megatron's defaults for arguments that the checks read. Includes only arguments whose absence a
-# rule would interpret differently.
+# Megatron's defaults for arguments that the checks read. Only arguments whose absence a
+# rule would interpret differently are listed.
 _MEGATRON_DEFAULTS = {
     "add_bias_linear": True,
     "attention_dropout": 0.1,
@@ -89,10 +89,9 @@ def preflight(
     Transformer Engine's layers are chosen, Transformer Engine is assumed to be installed.
 
     Args:
-        arguments: A command line or its words, parsed arguments, or settings by the names that
+        arguments: A command line or its words, parsed arguments, or settings under the names that
             Megatron's arguments, its configuration objects or Megatron-Bridge use. Missing settings
-            get Megatron's defaults. Checks that need missing sizes of the model or of the batch are
-            skipped.
+            get Megatron's defaults. Checks that need a missing model or batch size are skipped.
         config: The pipeline, as for `configure`. If None, flags among the arguments choose it.
         world_size: Number of ranks in the job. Default: `world_size` of the arguments, or one
             replica.
@@ -103,7 +102,7 @@ def preflight(
         num_candidates: How many of the best accepted schedules to return under `auto`.
 
     Returns:
-        The result of all checks. Refusals are listed there instead of being raised.
+        The result of all checks. Refusals are listed in it instead of being raised.
     """
     # Collect the user's settings from any of these descriptions of a job.
     line: CommandLine | None = None
@@ -113,7 +112,7 @@ def preflight(
     elif isinstance(arguments, Mapping):
         user_args = dict(arguments)
     else:
-        # A string is a sequence too, but of characters, so split it into words.
+        # A string is also a sequence, but of characters, so split it into words.
         if isinstance(arguments, str):
             arguments = flags.split_words(arguments, "the command line")
         with answer.collecting("flags"):
@@ -155,7 +154,7 @@ _RENAMED = {field: dest for dest, field in MEGATRON_FIELDS.items()}
 
 
 def _read_by_rules() -> frozenset[str]:
-    """Return the names of the Megatron arguments that a rule reads."""
+    """Return the names of the Megatron arguments that the rules read."""
     names: set[str] = set()
     for rules in RULES.values():
         for rule in rules:
@@ -203,7 +202,8 @@ def _settings_of(user_args: Mapping[str, Any], device: str | None) -> dict[str, 
             and _READ & {*value}
         ):
             raise ArgumentsError(
-                f"{name} contains settings, which are not read; pass each one by its own name"
+                f"{name} contains nested settings, which are not read; pass each one by its own "
+                "name"
             )
     _check_numbers(user_args)
     # Megatron's defaults are overridden by the device's defaults, and both by the user's settings.
@@ -244,7 +244,7 @@ def inspect(
     device_kind: DeviceKind | None = None,
     num_candidates: int = 2,
 ) -> Preflight:
-    """Check a configuration, and compute the pipeline and the arguments for Megatron.
+    """Check a configuration and compute the pipeline and the arguments for Megatron.
 
     Args:
         args: Megatron's arguments, before Megatron validates them. They are not changed.
@@ -330,7 +330,8 @@ def _with_waiting(
     waiting = automatic.waiting_weights(args, config, device_kind)
     number = waiting.number
     resolved = replace(config, waiting_weights=number)
-    # With `auto`, a device or release that cannot run W in parallel means 0 instead of an error.
+    # With `auto`, a device or release that cannot run W in parallel results in 0
+    # instead of an error.
     if in_job and number:
         try:
             incompatible.refuse_waiting_weights(resolved)
@@ -340,8 +341,8 @@ def _with_waiting(
     line = f"--pipeline-waiting-weights=auto: {resolved.num_waiting}, because {waiting.reason}"
     answer.changes.append(reworded(line, flags.in_flags))
     if in_job and waiting.basis:
-        # Ranks with different memory would run different tables, so all ranks compare their
-        # choices.
+        # Ranks with different amounts of memory would run different tables, so all
+        # ranks compare their choices.
         answer.choice = Choice(f"--pipeline-waiting-weights {number}", waiting.basis)
     return resolved
 
@@ -355,18 +356,18 @@ def _choose(
     device_kind: DeviceKind | None,
     num_candidates: int,
 ) -> Preflight:
-    """Check the planner's best schedules, and return the answer for the first accepted one.
+    """Check the planner's best schedules and return the answer for the first accepted one.
 
     Raises:
         ArgumentsError: The planner cannot rank any schedule.
     """
-    # Imported here because the planner takes time to import, and only `auto` needs it.
+    # Imported here because importing the planner takes time and only `auto` needs it.
     from megatron_ext.config import automatic
 
     if in_job:
         device_kind = automatic.device_here()
     ranking = automatic.ranking(args, requested, device_kind)
-    # Check the candidates in the planner's order, until enough of them are accepted.
+    # Check the candidates in the planner's order until enough of them are accepted.
     accepted: list[Candidate] = []
     refused: list[str] = []
     first = None
@@ -381,11 +382,12 @@ def _choose(
         if len(accepted) == num_candidates:
             break
     if first is None:
-        # The reason that excludes all schedules also excludes this one, so report its refusals.
+        # Whatever rules out all other schedules also rules out this one, so report its
+        # refusals.
         config = replace(requested, schedule=automatic.REFERENCE)
         answer = inspect(args, config, in_job=in_job, script_defaults=script_defaults)
-        # Ranks with other devices may have found a schedule. All ranks compare their choices later,
-        # so record a choice here too.
+        # Ranks with different devices may have found a schedule. All ranks compare
+        # their choices later, so record a choice here too.
         if answer.accepted:
             answer.choice = Choice(
                 f"--pipeline-schedule {automatic.REFERENCE}", ranking.basis
@@ -408,7 +410,7 @@ def _add_pipeline(
     """Add the pipeline that runs, or Megatron's own pipeline if our transport carries its messages.
 
     Returns:
-        The pipeline's table, or None without a pipeline. For Megatron's own pipeline, the
+        The pipeline's table, or None if there is no pipeline. For Megatron's own pipeline, the
         table is never executed: it only announces the messages in advance.
     """
     if config.disaggregation is not None:
@@ -429,7 +431,8 @@ def _add_pipeline(
         pp = cut.sizes.pipeline_model_parallel_size
         batches = None
         if in_job or _has_batch(args):
-            # Collect the error and go on: the table is still checked, with a substitute batch.
+            # Collect the error and continue: the table is still checked, with a
+            # substitute batch.
             with answer.collecting("global_batch_size"):
                 batches = batches_of(args, pp, config.twins)
         else:
@@ -442,8 +445,8 @@ def _add_pipeline(
         num_microbatches = 2 * pp
         if batches is not None:
             num_microbatches = batches.num_microbatches
-        # A dynamic order splits backward passes only to save time, so leave them whole if a setting
-        # excludes W.
+        # A dynamic order splits backward passes only to save time, so leave them whole
+        # if a setting rules out W.
         reasons_for_whole = [
             rule.reason for rule in RULES["whole"] if rule.refuses(args)
         ]
@@ -473,14 +476,14 @@ def _add_pipeline(
 def _torch_is_best(config: PipelineConfig, world_size: int, *, in_job: bool) -> bool:
     """Return whether transport `auto` selects torch.distributed.
 
-    torch.distributed offers everything that a schedule with a fixed order needs. Tables use it for
-    every pair of ranks that does not share device memory, on one host or several. Megatron's own
-    schedules use it only on one host, where they run unchanged.
+    torch.distributed provides everything that a schedule with a fixed order needs. Tables use it
+    for every pair of ranks that does not share device memory, on one host or several. Megatron's
+    own schedules use it only on one host, where they run unchanged.
     """
     # Only a fixed order suits torch.distributed, which cannot tell which messages have arrived.
     if config.wire != "auto" or config.dynamic is not None:
         return False
-    # torch.distributed offers neither CUDA IPC nor checksums.
+    # torch.distributed supports neither CUDA IPC nor checksums.
     if config.device_path == "ipc" or config.checksums:
         return False
     local_world_size = Environment.read().local_world_size or world_size
@@ -508,7 +511,8 @@ def _stock_config(config: PipelineConfig, cut: UserCut) -> PipelineConfig:
             f"--pipeline-transport={config.wire} carries tensors between pipeline ranks, but "
             f"--pipeline-model-parallel-size={pp} has only one; leave it out"
         )
-    # The user's flags are valid for Megatron without this package, so keep its number of stages.
+    # The user's flags are valid for Megatron without this package, so keep Megatron's
+    # number of stages.
     chunks = cut.chunks
     return replace(
         config, schedule=default_schedule(chunks), chunks=chunks if chunks > 1 else None
@@ -525,7 +529,7 @@ def _has_batch(args: Namespace) -> bool:
 def _make_tables(
     pipeline: Pipeline, batches: Batches, subject: str, *, fills_groups: bool
 ) -> None:
-    """Generate the table for each batch size of a run, and reject the first size without a table.
+    """Generate the table for each of a run's batch sizes; reject the first size without a table.
 
     All tables are generated up front. Otherwise a ramp-up batch size without a table would stop the
     job hours later.
@@ -562,7 +566,7 @@ def _add_stages(
     *,
     in_job: bool,
 ) -> None:
-    """Add the arguments with which Megatron builds the schedule's or both roles' stages."""
+    """Add the arguments that Megatron needs to build the schedule's or both roles' stages."""
     with answer.collecting("num_layers"):
         if config.disaggregation is not None:
             placement = linear(cut.sizes.pipeline_model_parallel_size)
@@ -575,7 +579,8 @@ def _add_stages(
         has_layers = getattr(args, "num_layers", None) or getattr(
             args, "hybrid_layer_pattern", None
         )
-        # Without layers, `stage_arguments` would fail. In a job, that is a user error.
+        # If there are no layers, `stage_arguments` would fail. In a job, that is a user
+        # error.
         if in_job or has_layers:
             built = stages.stage_arguments(args, cut, placement, subject)
             answer.arguments = built.values
@@ -616,8 +621,8 @@ def _check_settings(
     seq_length = getattr(args, "seq_length", None)
     if table is not None and table.num_slices > 1 and seq_length:
         with answer.collecting("slices"):
-            # If slices of the same length are too short, so is the last slice of a cut by cost,
-            # which is even shorter.
+            # If slices of equal length are too short, so is the last slice of a cut by
+            # cost, which is even shorter.
             even = shares_of_equal_cost(table.num_slices)
             divisor = 1
             if getattr(args, "sequence_parallel", False):
@@ -634,7 +639,7 @@ def _give_roles(
     *,
     in_job: bool,
 ) -> None:
-    """Check that the ranks divide into both roles, and set the role of a process in the job."""
+    """Check that the ranks divide evenly into both roles; set the role of a process in the job."""
     with answer.collecting("disaggregation"):
         ranks = rank_map(
             args.world_size,

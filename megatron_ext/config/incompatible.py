@@ -1,7 +1,7 @@
-"""Training flags that our schedules exclude, each with the reason and a remedy.
+"""Training flags that our schedules do not support, each with a reason and a remedy.
 
-Some of Megatron's features reorder the computation, or assume which ranks have the first and the
-last stage. A table determines both, so it excludes such features.
+Some Megatron features reorder the computation or make assumptions about which ranks have the first
+and last stages. A table determines both, so it is incompatible with such features.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 # remedy, `SUBJECT` is replaced by the feature's flag. Features add their own rules
 # (`feature_list.RULES`).
 
-# CUDA graphs for a whole step. Since 0.18, they are a value of --cuda-graph-impl. Earlier, they
-# were a scope, which Megatron still accepts under three names.
+# CUDA graphs for a whole step. Since 0.18, they are a value of --cuda-graph-impl.
+# Before that, they were a scope, which Megatron still accepts under three names.
 _WHOLE_STEP = (
     "cuda_graph_scope=full_iteration | cuda_graph_scope_deprecated=full_iteration | "
     "cuda_graph_modules=full_iteration"
@@ -93,8 +93,8 @@ _TEXTS = {
     "dropped_by_split": """
         overlap_dispatch_backward_with_experts_wgrad
             the table already postpones the weight gradients of experts""",
-    # Settings that exclude split backward passes. A dynamic order then leaves backward passes
-    # whole.
+    # Settings that rule out split backward passes. A dynamic order then leaves backward
+    # passes whole.
     "whole": """
         --use-transformer-engine-op-fuser with experts: use_transformer_engine_op_fuser &
         num_experts
@@ -124,23 +124,23 @@ _TEXTS = {
             it applies only to pairs, and forward and backward ranks run none
         --fp8-param-gather or --fp4-param-gather: fp8_param_gather | fp4_param_gather | fp4_param |
         reuse_grad_buf_for_mxfp8_param_ag
-            forward ranks receive new weights in the precision of the model, and cast them; leave it
+            forward ranks receive new weights in the model's precision and cast them; leave it
             out""",
     # For schedules that put the first and the last stage on one rank. The two conditions are for
     # hybrid models in 0.16. From 0.17 on, the pattern itself contains the cuts.
     "folded": """
         hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): is_hybrid_model |
         hybrid_override_pattern & !hybrid_layer_pattern
-            only --hybrid-layer-pattern, from 0.17 on, sets the layers of each stage; use
+            only --hybrid-layer-pattern (since 0.17) sets the layers of each stage; use
             --pipeline-schedule=1f1b or zb-h1""",
     # For several chunks on each rank.
     "chunks": """
         --multiple-validation-sets, or --full-validation without --sft: full_validation |
         multiple_validation_sets & multiple_validation_sets | !sft
-            Megatron treats the chunks of a rank as validation sets; use --pipeline-schedule=zb-h1
-            or 1f1b, or leave them out
+            Megatron treats a rank's chunks as validation sets; use --pipeline-schedule=zb-h1 or
+            1f1b, or leave them out
         perform_rl_step
-            Megatron's RL supports one chunk on each rank; use --pipeline-schedule=zb-h1 or 1f1b
+            Megatron's RL supports only one chunk per rank; use --pipeline-schedule=zb-h1 or 1f1b
         moe_routing_trace_path | save_tokens_per_expert_interval
             its records identify layers by their position in a chunk; use --pipeline-schedule=zb-h1
             or 1f1b, or leave it out""",
@@ -177,18 +177,18 @@ _TEXTS = {
     # For ranks that choose the order of their actions and receive activations from their twin.
     "crossed": """
         --overlap-param-gather with --bitpipe-routing=twin: overlap_param_gather
-            twins gather parameters for each other, and start their chunks in different orders; use
+            twins gather parameters for each other and start their chunks in different orders; use
             --bitpipe-routing=local, or leave it out""",
     # For micro-batches of different lengths.
     "lengths": """
         moe_token_dispatcher_type=allgather & num_experts
-            it gathers tokens in buffers of a fixed size; use --moe-token-dispatcher-type=alltoall
+            it gathers tokens in fixed-size buffers; use --moe-token-dispatcher-type=alltoall
         tp_comm_overlap
             its buffers are for one fixed length; leave one of them out""",
     # For micro-batches of different lengths under Megatron's own schedules.
     "lengths_without_table": f"""
         {_GRAPHS}
-            they replay tensors of a fixed shape; leave one of them out""",
+            they replay tensors of fixed shapes; leave one of them out""",
     # For forward and backward ranks. From 0.20 on, a --freeze-all-layers step is forward-only, so
     # both roles would mistake it for an evaluation.
     "roles": """
@@ -196,8 +196,8 @@ _TEXTS = {
             only backward passes on the same rank fetch the activations from the host; use
             --recompute-granularity=selective instead
         fp8_recipe=delayed & fp8
-            forward ranks run without gradients, and then Transformer Engine does not update the
-            scales; use --fp8-recipe=tensorwise
+            forward ranks run without gradients, so Transformer Engine does not update the scales;
+            use --fp8-recipe=tensorwise
         hybrid_context_parallel | dynamic_context_parallel
             Megatron runs its own schedule for it; leave one of them out
         freeze_all_layers
@@ -205,28 +205,28 @@ _TEXTS = {
         perform_rl_step
             each role would train on different samples; leave one of them out
         inprocess_restart
-            a rank in reserve cannot take over a role; leave one of them out
+            a reserve rank cannot take over a role; leave one of them out
         log_energy
-            Megatron would add up only the energy of backward ranks; leave one of them out
+            Megatron would only count the energy of backward ranks; leave one of them out
         moe_use_upcycling | ckpt_convert_format
             forward ranks neither load nor save checkpoints, so another run has to convert them;
             leave one of them out
         ignore_forward_tensor_parallel & num_experts
-            shards of experts are not merged; leave --ignore-forward-tensor-parallel out
+            expert shards are not merged; leave --ignore-forward-tensor-parallel out
         fbd_activations=ship & mtp_num_layers
-            forward ranks ship the inputs of a stage's layers, but not of multi-token prediction;
-            use --fbd-activations=recompute
+            forward ranks ship the inputs of a stage's layers, but not those of multi-token
+            prediction; use --fbd-activations=recompute
         --fbd-activations=ship and hybrid models (--hybrid-override-pattern,
         --hybrid-layer-pattern): fbd_activations=ship & is_hybrid_model | hybrid_override_pattern |
         hybrid_layer_pattern
             forward ranks ship the inputs of a block of transformer layers; use
             --fbd-activations=recompute
         use_tp_pp_dp_mapping
-            the two roles of a stage must be neighbours, as in the default order of ranks
+            the two roles of a stage must be neighbours, as in the default rank order
         use_mp_args_from_checkpoint_args
             the parallel sizes on the command line determine the roles
         rerun_mode=report_stats
-            it reruns each step, but forward ranks run each step once
+            it reruns each step, but forward ranks run each step only once
         error_injection_rate
             injected errors are found by rerunning steps, which forward ranks do not do
         full_validation | multiple_validation_sets
@@ -241,12 +241,12 @@ _TEXTS = {
             layers with gradients and recomputed layers order experts differently, and forward ranks
             can follow only one of the orders; use --recompute-method=uniform
         fbd_activations=ship & fp8 | fp4 | distribute_saved_activations
-            with these settings, Megatron recomputes layers in another way; use
+            with these settings, Megatron recomputes layers differently; use
             --fbd-activations=recompute
         --ignore-forward-tensor-parallel and dropout: ignore_forward_tensor_parallel &
         hidden_dropout | attention_dropout
-            the merged process draws different masks than the shards of a stage; add
-            --hidden-dropout=0 --attention-dropout=0, or leave it out""",
+            the merged process draws different masks than a stage's shards; add --hidden-dropout=0
+            --attention-dropout=0, or leave it out""",
     # For our transports under Megatron's own schedules.
     "transport": f"""
         use_ring_exchange_p2p
@@ -282,9 +282,9 @@ DROPPED_BY_ROLES = (
 
 
 def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refusal]:
-    """Return a refusal for each setting that excludes a feature.
+    """Return a refusal for each setting that is incompatible with a feature.
 
-    `subject` is the flag with which the user chose the feature, such as `--pipeline-slices=4`.
+    `subject` is the flag that the user chose the feature with, such as `--pipeline-slices=4`.
     """
     refused = []
     for rule in rules:
@@ -336,8 +336,8 @@ def rules_of(
     if table is not None and not runs_no_table:
         placement = table.placement
         chooses = config.dynamic is not None
-        # Decide by the table instead of the schedule's name, because a table from a file can have
-        # any of these properties.
+        # Check the table rather than the schedule's name, because a table loaded from a
+        # file can have any of these properties.
         groups += [
             ("schedule", "folded", placement.name in ("v", "w")),
             ("schedule", "chunks", placement.num_stages > placement.num_ranks),
@@ -354,7 +354,7 @@ def rules_of(
 
 
 def flag_of(args: Namespace, config: PipelineConfig, field: str) -> str:
-    """Return a flag as the user wrote it, with its value if it takes several, for `reworded`."""
+    """Return a flag as the user wrote it, with its value if it accepts several, for `reworded`."""
     if field == "schedule":
         return chooser(args, config)
     values = {
@@ -410,7 +410,7 @@ def dropped(pipeline: Pipeline) -> tuple[Rule, ...]:
     rules = RULES["dropped"]
     if table.splits_backward:
         rules += RULES["dropped_by_split"] + RULES["whole"]
-    # Slices always exclude pairs, and drop the flags that request them.
+    # Slices always rule out pairs and drop the flags that request them.
     group = "dropped_by_slices" if pipeline.config.cuts_sequences else "unpaired"
     rules += RULES.get(group, ())
     if placement.num_stages == placement.num_ranks:
@@ -419,7 +419,7 @@ def dropped(pipeline: Pipeline) -> tuple[Rule, ...]:
 
 
 def imply(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
-    """Add the arguments that a configuration sets for Megatron, the changes, and the notices."""
+    """Add the arguments that a configuration sets for Megatron, along with changes and notices."""
     _imply_pairs(answer, config, args)
     if config.cuts_sequences:
         _imply_slices(answer, args)
@@ -455,7 +455,7 @@ def _imply_pairs(answer: Preflight, config: PipelineConfig, args: Namespace) -> 
 
 def _imply_slices(answer: Preflight, args: Namespace) -> None:
     """Set what layers need if their gradients arrive slice by slice."""
-    # Megatron-Bridge does not have this setting, and creates no masks.
+    # Megatron-Bridge does not have this setting and does not create masks.
     makes_mask = getattr(args, "create_attention_mask_in_dataloader", None)
     if makes_mask and not getattr(args, "reset_attention_mask", None):
         # Tensor-parallel ranks receive the mask into a buffer that has the whole mask's shape, so a
@@ -481,8 +481,8 @@ def _imply_optimizer_format(
     """Save the distributed optimizer's state in a format that other schedules can load."""
     has_schedule = config.schedule is not None
     if getattr(args, "ckpt_format", None) == "torch":
-        # The device or the user may have turned off Gloo groups. Megatron would then fail an
-        # assertion when it saves.
+        # The device or the user may have turned off Gloo groups. Megatron would then
+        # fail an assertion when saving.
         needed = []
         for dest in ("enable_gloo_process_groups", "use_gloo_process_groups"):
             if getattr(args, dest, None) is False:
@@ -520,13 +520,13 @@ def _unlogged(config: PipelineConfig, args: Namespace) -> Iterator[str]:
     if times_messages and (has_roles or not config.runs_no_table):
         yield (
             "--timing-log-level 2: no times are logged for forward-recv, forward-send and other "
-            "messages, because a schedule of this package does not wait for each message; --trace "
+            "messages, because this package's schedules do not wait for each message; --trace "
             "records them"
         )
 
 
 def drop(answer: Preflight, args: Namespace, rules: Iterable[Rule]) -> dict[str, Any]:
-    """Switch off the settings that match the rules, and return the changed arguments."""
+    """Switch off the settings that match the rules and return the changed arguments."""
     off: dict[str, Any] = {}
     for rule in rules:
         if rule.refuses(args):
@@ -543,7 +543,7 @@ def suit_layers(
     """Adapt the pipeline to what Transformer Engine's layers can run, or reject it.
 
     Raises:
-        ArgumentsError: The schedule splits backward passes, but the layers cannot.
+        ArgumentsError: The schedule splits backward passes, but the layers do not support this.
     """
     # After `configure`, the layers are checked when the program creates its TransformerConfig
     # (`why_not_split`).
@@ -588,7 +588,7 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
             messages.
 
     Raises:
-        ArgumentsError: One line for each mistake.
+        ArgumentsError: The message has one line per mistake.
     """
     fields = vars(built)
     args = Namespace(**fields)
@@ -599,7 +599,8 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
     # The pattern is an argument of the model. The configuration object only says whether the model
     # is hybrid.
     args.hybrid_layer_pattern = fields.get("is_hybrid_model")
-    # A spec, not `transformer_impl`, chooses the layers. Slices check the layers at the first step.
+    # A spec, not `transformer_impl`, chooses the layers. Slices check the layers in the
+    # first step.
     args.transformer_impl = None
     groups = rules_of(config, pipeline.full, args)
     overlaps = fields.get("overlap_moe_expert_parallel_comm")
@@ -613,7 +614,8 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
             f"overlap_moe_expert_parallel_comm={overlaps}; set both to the same value"
         )
     else:
-        # Flags would drop these settings, but a program has already built its model with them.
+        # With flags, these settings would be dropped, but a program has already built
+        # its model with them.
         rules_of_table = dropped(pipeline)
         if pipeline.is_folded:
             rules_of_table += RULES["placed"]
@@ -652,7 +654,7 @@ def why_not_split(config: Any) -> str | None:
     These checks apply in addition to `RULES`.
     """
     if config.enable_autocast:
-        return "torch's autocast excludes split backward passes; use --bf16 or --fp16 instead"
+        return "torch's autocast cannot split backward passes; use --bf16 or --fp16 instead"
     return why_te_cannot_split(config)
 
 
@@ -668,7 +670,7 @@ def uses_te(config: Any, *, in_job: bool = True) -> bool:
 
 def why_te_cannot_split(config: Any, *, in_job: bool = True) -> str | None:
     """Return why the configured Transformer Engine layers cannot split backward passes, or None."""
-    # Outside of the job, the version that the job will use is unknown.
+    # Outside the job, the version that the job will use is unknown.
     if not in_job or not uses_te(config):
         return None
     from megatron.core.utils import get_te_version, is_te_min_version

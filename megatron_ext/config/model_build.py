@@ -1,4 +1,4 @@
-"""The result of `configure`: the settings with which a program must build its model."""
+"""The result of `configure`: the settings that a program must build its model with."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBuild:
-    """Settings with which Megatron hosts a pipeline."""
+    """Settings that Megatron needs to host a pipeline."""
 
     pipeline_model_parallel_size: int
-    """Number of pipeline ranks for Megatron: half of the real number if two pipelines are mirrored.
-    """
+    """Number of pipeline ranks that Megatron sees: half the real number for mirrored pipelines."""
     virtual_pipeline_model_parallel_size: int | None
     """Number of model chunks per rank. Default: one chunk."""
     pipeline_model_parallel_layout: str | None
@@ -21,7 +20,8 @@ class ModelBuild:
     """Number of Megatron's data-parallel replicas on these ranks: 2 for mirrored pipelines, else 1.
     """
     num_microbatches: int
-    """Number of micro-batches per replica in one step, if mirrored pipelines are two replicas."""
+    """Number of micro-batches per replica in one step, counting mirrored pipelines as two
+    replicas."""
     variable_seq_lengths: bool
     """Whether micro-batches may have sequences of different lengths."""
     stages_of: tuple[tuple[int, ...], ...]
@@ -29,7 +29,7 @@ class ModelBuild:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages into which the model is cut."""
+        """Number of stages that the model is cut into."""
         return sum(map(len, self.stages_of))
 
     @property

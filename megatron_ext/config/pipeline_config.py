@@ -35,7 +35,7 @@ from megatron_ext.schedules.table.slices import MAX_SLICES
 
 TransportName = Literal["torch", "auto", "shm", "tcp", "rdma"]
 """torch: torch.distributed, the default. auto: our native core over the best wire for each pair of
-ranks. shm, tcp, rdma: the native core over only this wire."""
+ranks. shm, tcp, rdma: the native core over this wire only."""
 
 DevicePath = Literal["auto", "staged", "ipc"]
 """How device tensors reach other ranks. staged: through pinned host memory. ipc: directly through
@@ -50,8 +50,8 @@ Activations = Literal["recompute", "ship"]
 them."""
 
 Balance = Literal["off", "order", "pack"]
-"""What the lengths of micro-batches affect: nothing, the order in which micro-batches enter the
-pipeline, or also which data-parallel replica runs them."""
+"""The effect of micro-batch lengths: none, on the order in which micro-batches enter the pipeline,
+or on both this order and the data-parallel replica that runs them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,23 +75,23 @@ class DynamicOrder:
             )
         if extra is not None and self.policy != "hint":
             raise ConfigurationError(
-                "{extra_activations:{c.extra_activations}}: {policy:{c.policy}} has no bound on "
-                "memory; leave one of them out",
+                "{extra_activations:{c.extra_activations}}: {policy:{c.policy}} has no memory "
+                "bound; leave one of them out",
                 c=self,
             )
 
     @property
     def margin(self) -> int:
         """Micro-batches that a rank may keep beyond the table's peak."""
-        # By default 1: with late messages, one more micro-batch raises the gain from 11 to 14 %
-        # (interleaved) or from 16 to 28 % (BitPipe's published table); see
-        # docs/results-dynamic-orders.md.
+        # The default is 1: with late messages, one more micro-batch increases the gain
+        # from 11 % to 14 % (interleaved) or from 16 % to 28 % (BitPipe's published
+        # table); see docs/results-dynamic-orders.md.
         return 1 if self.extra_activations is None else self.extra_activations
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disaggregation:
-    """Forward passes and backward passes run in different processes."""
+    """Forward and backward passes run in separate processes."""
 
     activations: Activations = "recompute"
     """`recompute`: backward ranks run the forward pass again. `ship`: they receive each layer's
@@ -139,31 +139,31 @@ class Tracing:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """The user's settings for the pipeline of a training run.
+    """The user's settings for a training run's pipeline.
 
     Raises:
-        ConfigurationError: A value is impossible, or two values exclude each other.
-        ScheduleError: The schedule does not exist, or does not have a given option.
+        ConfigurationError: A value is invalid, or two values are mutually exclusive.
+        ScheduleError: The schedule does not exist or does not have a given option.
     """
 
     schedule: str | None = None
     """A name listed by `megatron-ext plan`, or `csv:FILE`. `auto`: the schedule with the fastest
-    forecast that fits into memory. `auto:FOLDER`: the fastest schedule by the costs from a traced
-    run. None: Megatron's own 1F1B or interleaved schedule; with `dynamic`, its table in dynamic
-    order."""
+    forecast that fits into memory. `auto:FOLDER`: the fastest schedule according to the costs from
+    a traced run. None: Megatron's own 1F1B or interleaved schedule; with `dynamic`, its table in
+    dynamic order."""
     chunks: int | None = None
-    """Number of stages on each rank, if the schedule accepts different numbers. If None, the
+    """Number of stages on each rank, if the schedule supports different numbers. If None, the
     schedule determines the number, which is 1 for Megatron's own schedules."""
     options: Mapping[str, Option] = field(default_factory=dict)
-    """Options of the schedule by name. Missing options get their defaults."""
+    """The schedule's options by name. Missing options get their defaults."""
     slices: int = 1
-    """Number of slices of equal cost into which each micro-batch is cut (`docs/lengths.md`)."""
+    """Number of slices of equal cost that each micro-batch is cut into (`docs/lengths.md`)."""
     slice_tokens: int | Literal["auto"] | None = None
     """Number of tokens T: a micro-batch of L tokens is cut into L / T slices of equal cost, rounded
     up. `auto`: T is derived from the lengths in each step. If None, every micro-batch has `slices`
     slices."""
     costs: Costs | None = None
-    """Durations with which the table is generated and simulated. Default: `Costs()`, all equal."""
+    """Durations used to generate and simulate the table. Default: `Costs()`, all equal."""
     pairs: bool = False
     """Whether a forward pass and another micro-batch's backward pass run as one action, so that
     each hides the other's expert communication. For models with experts on several ranks. Flags set
@@ -180,7 +180,7 @@ class PipelineConfig:
     distributed over the data-parallel replicas by cost."""
     length_costs: LengthCost | None = None
     """Cost as a function of length, for `balance`, `slices` and `slice_tokens`. If None, it is
-    derived from the shape of the model."""
+    derived from the model's shape."""
     stash_ratio: float = 1.0
     """Memory that a micro-batch holds between I and W, divided by the memory that it holds between
     F and I; at least 1. Memory bounds take this ratio into account. With flags, it is derived from
@@ -222,7 +222,8 @@ class PipelineConfig:
         if isinstance(node_ips, list):
             object.__setattr__(self, "node_ips", tuple(node_ips))
         check_types(self)
-        # Copy the options: cached tables would be wrong if the caller changed the dictionary.
+        # Copy the options: cached tables would become wrong if the caller changed the
+        # dictionary.
         object.__setattr__(self, "options", dict(self.options))
         # Disaggregation implies the schedule and the transport, so these need no check.
         has_roles = self.disaggregation is not None
@@ -237,7 +238,7 @@ class PipelineConfig:
         for template in mistakes:
             if template is not None:
                 raise ConfigurationError(template, c=self)
-        # Reject chunks and options that the schedule does not have.
+        # Reject chunks and options that the schedule does not support.
         if not has_roles and self.generator is not None:
             self.generator.complete(self.chunks, self.options)
 
@@ -311,18 +312,18 @@ def _mistake_of_values(c: PipelineConfig) -> str | None:
         return f"{{device:{{c.device}}}} must be one of {', '.join(DEVICES)}; use one of them"
     if c.length_costs is not None and c.balance == "off" and not c.cuts_sequences:
         return (
-            "{length_costs} is for {balance}, {slices} or {slice_tokens}; add {balance:order}, or "
-            "leave it out"
+            "{length_costs} requires {balance}, {slices} or {slice_tokens}; add {balance:order}, "
+            "or leave it out"
         )
     # This comparison and those of seconds below also reject NaN.
     if not 1 <= c.stash_ratio < inf:
         return (
-            "{stash_ratio:{c.stash_ratio}} must be at least 1, with which activations are counted "
-            "until W; use 1"
+            "{stash_ratio:{c.stash_ratio}} must be at least 1 (1 means that activations are "
+            "counted until W); use 1"
         )
     if c.node_ips and c.wire in ("torch", "shm"):
         return (
-            "{node_ips} is for wires between hosts, but {transport:{c.wire}} has none; use "
+            "{node_ips} is for connections between hosts, but {transport:{c.wire}} has none; use "
             "{transport:auto}, or leave {node_ips} out"
         )
     if not 0 < c.message_timeout_s < inf:
@@ -363,8 +364,8 @@ def _mistake_of_slices(c: PipelineConfig) -> str | None:
             )
     if c.runs_no_table:
         return (
-            "{slices:{c.slices}} is for schedules of this package; add {schedule:NAME}, such as "
-            "zb-h1"
+            "{slices:{c.slices}} requires one of this package's schedules; add {schedule:NAME}, "
+            "such as zb-h1"
         )
     return None
 
@@ -389,12 +390,12 @@ def _mistake_of_slice_tokens(c: PipelineConfig) -> str | None:
             )
     if c.runs_no_table or c.is_automatic:
         return (
-            "{slice_tokens:{c.slice_tokens}} generates a table for the lengths of each step; add "
+            "{slice_tokens:{c.slice_tokens}} generates a table for each step's lengths; add "
             "{schedule:NAME}, such as zb-h1"
         )
     if c.schedule is not None and c.schedule not in SLICED_BY_LENGTH:
         return (
-            "{slice_tokens:{c.slice_tokens}} needs a table for the lengths of each step, which "
+            "{slice_tokens:{c.slice_tokens}} needs a table for each step's lengths, which "
             "{schedule:{c.schedule}} cannot generate; use {schedule:zb-h1}, or one of "
             f"{', '.join(SLICED_BY_LENGTH)}"
         )
@@ -405,8 +406,8 @@ def _mistake_of_waiting(c: PipelineConfig) -> str | None:
     """Return why W cannot wait for idle time."""
     if c.num_waiting < 0:
         return (
-            "{waiting_weights:{c.waiting_weights}} must be 0 or more; use {waiting_weights:0}, "
-            "with which W runs where the table places it"
+            "{waiting_weights:{c.waiting_weights}} must be at least 0; use {waiting_weights:0}, "
+            "which runs W where the table places it"
         )
     if not c.waiting_weights:
         return None
@@ -417,8 +418,8 @@ def _mistake_of_waiting(c: PipelineConfig) -> str | None:
         )
     if c.runs_no_table:
         return (
-            "{waiting_weights:{c.waiting_weights}} is for schedules of this package in pairs; add "
-            "{schedule:NAME}, such as zb-h1, or leave it out"
+            "{waiting_weights:{c.waiting_weights}} requires one of this package's schedules with "
+            "pairs; add {schedule:NAME}, such as zb-h1, or leave it out"
         )
     if c.dynamic is not None:
         return (
@@ -434,7 +435,7 @@ def _mistake_of_waiting(c: PipelineConfig) -> str | None:
 
 
 def _mistake_of_roles(c: PipelineConfig) -> str | None:
-    """Return which setting excludes separate forward and backward ranks."""
+    """Return which setting is incompatible with separate forward and backward ranks."""
     if not c.runs_no_table or c.costs is not None:
         return (
             "{disaggregation} cannot run with {schedule}, {dynamic} or {costs}: it has its own "
@@ -448,7 +449,7 @@ def _mistake_of_roles(c: PipelineConfig) -> str | None:
     if c.balance != "off":
         return (
             "{disaggregation} cannot run with {balance:{c.balance}}: its forward and backward "
-            "ranks read the data in the order of the file; leave {balance} out"
+            "ranks read the data in file order; leave {balance} out"
         )
     if c.transport == "torch":
         return (
@@ -464,13 +465,13 @@ def _mistake_of_roles(c: PipelineConfig) -> str | None:
 
 
 def _mistake_of_schedules(c: PipelineConfig) -> str | None:
-    """Return which setting the schedule excludes, or which setting needs one of our schedules."""
+    """Return which setting the schedule rules out, or which setting needs one of our schedules."""
     if c.chunks is not None and c.chunks < 1:
         return "{chunks:{c.chunks}} must be at least 1"
     if c.runs_no_table and c.balance != "off":
         return (
-            "{balance:{c.balance}} is for schedules of this package; add {schedule:NAME}, such as "
-            "1f1b or interleaved, or leave it out"
+            "{balance:{c.balance}} requires one of this package's schedules; add {schedule:NAME}, "
+            "such as 1f1b or interleaved, or leave it out"
         )
     # Settings that only our tables use.
     of_tables = {
@@ -482,7 +483,10 @@ def _mistake_of_schedules(c: PipelineConfig) -> str | None:
     }
     for field_name, is_set in of_tables.items():
         if c.runs_no_table and is_set:
-            return f"{{{field_name}}} is for schedules of this package; add {{schedule:NAME}}"
+            return (
+                f"{{{field_name}}} requires one of this package's schedules; add "
+                "{schedule:NAME}"
+            )
     if c.is_automatic:
         return _mistake_of_auto(c)
     if c.schedule and c.generator is None and (c.chunks is not None or c.options):
@@ -500,10 +504,10 @@ def _mistake_of_schedules(c: PipelineConfig) -> str | None:
 def _mistake_of_auto(c: PipelineConfig) -> str | None:
     """Return which setting cannot be combined with a schedule that the planner chooses."""
     if c.schedule == f"{AUTO}:":
-        return "{schedule:auto:} has no folder; use {schedule:auto}, or {schedule:auto:FOLDER}"
+        return "{schedule:auto:} names no folder; use {schedule:auto}, or {schedule:auto:FOLDER}"
     if c.chunks is not None or c.options:
         return (
-            "{schedule:{c.schedule}} chooses chunks and options with the schedule; leave them out, "
+            "{schedule:{c.schedule}} chooses chunks and options itself; leave them out, "
             "or use {schedule:interleaved}"
         )
     if c.dynamic is not None:
@@ -523,7 +527,7 @@ def _mistake_of_transports(c: PipelineConfig) -> str | None:
         )
     if c.checksums and c.wire == "torch":
         return (
-            "{checksums} is for the transports of this package, but {transport} is torch; add "
+            "{checksums} is for this package's transports, but {transport} is torch; add "
             "{transport:shm}, tcp or rdma, or leave {checksums} out"
         )
     if c.checksums and c.device_path == "ipc":
@@ -540,7 +544,7 @@ def _mistake_of_transports(c: PipelineConfig) -> str | None:
 
 
 def check_types(settings: object) -> None:
-    """Check the value of each field of a dataclass against its annotation.
+    """Check the value of every field in a dataclass against its annotation.
 
     Raises:
         ConfigurationError: A value has the wrong type, or is not one of the choices.
@@ -588,7 +592,7 @@ _WORDS = {
 
 
 def is_of_type(value: object, hint: Any) -> bool:
-    """Return whether a value fits an annotation. An int fits float, but a bool fits neither."""
+    """Return whether a value fits an annotation. An int fits float, but a bool fits no number."""
     if len(kinds := kinds_of(hint)) > 1:
         return any(is_of_type(value, kind) for kind in kinds)
     origin = get_origin(hint)
@@ -611,5 +615,5 @@ def is_of_type(value: object, hint: Any) -> bool:
 
 
 def kinds_of(hint: Any) -> tuple[Any, ...]:
-    """Return the alternatives of an annotation."""
+    """Return an annotation's alternatives."""
     return typing.get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)

@@ -59,14 +59,14 @@ class Refusal:
 
 @dataclass
 class Preflight:
-    """The result of `preflight`: whether a training can run, and how it differs from its flags."""
+    """The result of `preflight`: whether training can start, and how it differs from its flags."""
 
     refusals: list[Refusal] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
     """Sentences about changes to the user's settings: the cut of the model, and settings that are
     dropped or replaced."""
     notices: list[str] = field(default_factory=list)
-    """Sentences about settings that have less effect than they appear to have."""
+    """Sentences about settings that have less effect than one would expect."""
     ignored: list[str] = field(default_factory=list)
     """Names of settings that neither this package nor the installed Megatron defines. For a command
     line, these are flags that only a user's script may define."""
@@ -86,7 +86,7 @@ class Preflight:
     job: Job | None = None
     """The disaggregated job, if this process belongs to one."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments with which Megatron hosts the pipeline, by Megatron's names."""
+    """Arguments that Megatron needs to host the pipeline, by Megatron's names."""
     checked_args: Namespace = field(default_factory=Namespace)
     """The arguments that were checked, with Megatron's defaults for missing ones."""
 
@@ -117,7 +117,7 @@ class Preflight:
 
     @contextmanager
     def collecting(self, rule: str) -> Iterator[None]:
-        """Convert errors inside this context into refusals by `rule`. Checks continue after it."""
+        """Convert errors raised in this context into refusals by `rule`. Checks then continue."""
         try:
             yield
         except UserError as error:

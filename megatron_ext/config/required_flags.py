@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ext.config.refusals import Refusal
 from megatron_ext.rules import read_rules
 
-# With one of these, Megatron reads arguments from a checkpoint or a file.
+# If one of these is set, Megatron reads arguments from a checkpoint or a file.
 _ELSEWHERE = ("use_checkpoint_args", "yaml_cfg")
 
 _NEEDED = read_rules("""
@@ -27,7 +27,7 @@ _NEEDED = read_rules("""
     !heterogeneous_layers_config_encoded_json
         Megatron cannot build a model without it; give it a value of at least 1
     --max-position-embeddings: !max_position_embeddings
-        Megatron needs it with every kind of position embedding; give it the value of --seq-length
+        Megatron needs it for every kind of position embedding; give it the value of --seq-length
     --seq-length: !seq_length & !encoder_seq_length
         Megatron has no default for it; give it a value of at least 1
     --micro-batch-size: !micro_batch_size
@@ -35,8 +35,8 @@ _NEEDED = read_rules("""
     --train-iters: !train_iters & !train_samples & !skip_train
         Megatron would not know when to stop; add --train-iters N or --train-samples N
     --eval-interval: !eval_interval & !skip_train & !full_validation
-        Megatron divides by it when it counts the samples of evaluations, even with --eval-iters 0;
-        add --eval-interval 1000
+        Megatron divides by it when it counts evaluation samples, even with --eval-iters 0; add
+        --eval-interval 1000
     --save-interval: save & !save_interval
         Megatron needs it with --save; add --save-interval 1000
 """)
@@ -55,7 +55,7 @@ _IMPOSSIBLE = read_rules("""
 def missing_flags(
     args: Namespace, defaults: Mapping[str, Any] | None
 ) -> Iterator[Refusal]:
-    """Yield a refusal for each required flag that is missing, and for each impossible size.
+    """Yield a refusal for each required flag that is missing and each impossible size.
 
     Args:
         args: The settings from the flags.
@@ -64,7 +64,7 @@ def missing_flags(
     """
     if defaults is None or any(getattr(args, name, None) for name in _ELSEWHERE):
         return
-    # None means that a flag is absent, so that the script's default applies.
+    # A value of None means that the flag is absent, so the script's default applies.
     user_args = {name: value for name, value in vars(args).items() if value is not None}
     settings = Namespace(**{**defaults, **user_args})
     for rule in _NEEDED:

@@ -1,4 +1,4 @@
-"""Checks the requirements of `--inprocess-restart`, and the state that it cannot restore."""
+"""Checks the requirements of `--inprocess-restart` and the state that it cannot restore."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _NEEDED = (
     ("finalize", "ThreadedFinalize"),
     ("health_check", "CudaHealthCheck"),
 )
-"""NVRx modules and their classes that `megatron_ext/patches/inprocess_restart.py` changes."""
+"""NVRx modules and the classes in them that `megatron_ext/patches/inprocess_restart.py` changes."""
 
 
 def place_local_checkpoints(answer: Preflight, args: Namespace) -> None:
     """Save a folded pipeline's local checkpoints in a folder that other placements do not use.
 
-    Megatron names tensors in local checkpoints by rank and chunk, so a pipeline with another
+    Megatron names tensors in local checkpoints by rank and chunk, so a pipeline with a different
     placement would load the wrong layers.
     """
     directory = getattr(args, "non_persistent_local_ckpt_dir", None)
@@ -30,8 +30,8 @@ def place_local_checkpoints(answer: Preflight, args: Namespace) -> None:
         return
     placement = answer.pipeline.placement
     name = f"{placement.name}-of-{placement.num_stages}-stages"
-    # The changed setting may be checked again, for example by a host, so do not nest the folder
-    # twice.
+    # The changed setting may be checked again, for example by a host, so do not nest
+    # the folder twice.
     if Path(directory).name == name:
         return
     answer.arguments["non_persistent_local_ckpt_dir"] = str(Path(directory) / name)
@@ -68,12 +68,12 @@ def check_restart(answer: Preflight, args: Namespace, *, in_job: bool) -> None:
         answer.refusals.append(refusal)
     if getattr(args, "load", None) is None:
         answer.notices.append(
-            "--inprocess-restart without --load: after the loss of a rank, training starts again "
+            "--inprocess-restart without --load: after a rank is lost, training starts again "
             "from the first step; add --save DIR --load DIR"
         )
     if getattr(args, "inprocess_granularity", "node") == "node":
         answer.notices.append(
-            "--inprocess-restart: after the loss of a rank, all ranks of its host are given up; "
+            "--inprocess-restart: after a rank is lost, all ranks on its host are given up; "
             "add --inprocess-granularity rank to keep them"
         )
 

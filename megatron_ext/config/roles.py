@@ -1,7 +1,7 @@
 """Forward and backward roles in a disaggregated job: each role's ranks and arguments.
 
-In the order of ranks, tensor-parallel ranks are innermost, followed by the two roles,
-context-parallel ranks, data-parallel replicas, and pipeline stages. For TP 2, PP 2 and one replica:
+In rank order, tensor-parallel ranks are innermost, followed by the two roles, context-parallel
+ranks, data-parallel replicas, and pipeline stages. For TP 2, PP 2 and one replica:
 
     plain   0 1 forward, 2 3 backward of stage 0; 4 5 forward, 6 7 backward of stage 1
     merged  0 forward, 1 2 backward of stage 0; 3 forward, 4 5 backward of stage 1
@@ -110,8 +110,8 @@ def rank_map(
     """Return the rank map of a job with `world_size` processes and these parallel sizes.
 
     Raises:
-        ArgumentsError: The processes do not divide into replicas. The message suggests numbers of
-            processes that do.
+        ArgumentsError: The processes do not divide evenly into replicas. The message suggests
+            numbers of processes that do.
     """
     ranks_of_stage = 2 * tp
     if merged:
@@ -149,11 +149,11 @@ class Job:
     timeout_s: float
     """The longest time that one process waits for another."""
     sequence_parallel: bool = False
-    """Whether activations are split along the sequence over tensor-parallel ranks."""
+    """Whether activations are split along the sequence across tensor-parallel ranks."""
     message_bytes: int = 1 << 20
     """Size of the largest message between stages."""
     gathers_late: bool = False
-    """Whether each replica updates a shard of the weights, and gathers the rest in the next forward
+    """Whether each replica updates a shard of the weights and gathers the rest in the next forward
     pass."""
     ends_by_itself: bool = False
     """Whether backward ranks may decide after any step to stop training."""
@@ -176,7 +176,7 @@ class Job:
         return self.ranks.role_rank(self.place)
 
     def name_of(self, rank: int | None) -> str:
-        """Return the name of a global rank, by default of this process, for error messages."""
+        """Return a global rank's name for error messages; the default is this process's rank."""
         if rank is None:
             rank = self.rank
         role, dp, pp, tp = self.ranks.place(rank)
@@ -199,19 +199,21 @@ class Job:
 
     @property
     def window(self) -> int:
-        """Number of micro-batches by which a forward rank may precede its stage's backward rank."""
+        """Number of micro-batches that a forward rank may be ahead of its stage's backward rank."""
         # A backward rank grants one more credit with each micro-batch that it starts.
-        # - This bounds the messages that wait on any process, because backward passes of
-        #   neighbouring stages are one micro-batch apart and cannot overtake the forward passes.
+        # - This limits the messages that wait on any process, because backward passes
+        #   of neighbouring stages are one micro-batch apart and cannot overtake the
+        #   forward passes.
         # - It cannot deadlock, because the credit for a micro-batch depends only on earlier
         #   micro-batches, whose messages wait in memory.
-        # - It loses no time: with equal stages, fewer than two credits per stage are enough, in
-        #   either mode and for any number of tensor-parallel ranks that one forward rank replaces.
+        # - It costs no time: with equal stages, fewer than two credits per stage are
+        #   enough, in either mode and for any number of tensor-parallel ranks that one
+        #   forward rank replaces.
         return 2 * self.ranks.pp
 
     @property
     def position(self) -> int:
-        """Row of the table that this process runs."""
+        """The table row that this process runs."""
         # Rows follow the data: forward stages in ascending order, then backward stages in
         # descending order.
         stage = self.place.pp
@@ -221,13 +223,13 @@ class Job:
         return 2 * pp - 1 - stage
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the table for one replica, with both roles, for a number of micro-batches."""
+        """Return the table for one replica, with both roles, for this many micro-batches."""
         return generate(
             "fbd", 2 * self.ranks.pp, num_microbatches, activations=self.activations
         )
 
     def peers(self, position: int) -> list[int]:
-        """Return the global ranks in a table row with which this process exchanges tensors.
+        """Return the global ranks in a table row that this process exchanges tensors with.
 
         This is one rank of this replica. A merged forward rank exchanges tensors with all
         tensor-parallel ranks that it replaces.
@@ -256,8 +258,8 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
     message_bytes = 4 * args.seq_length * args.micro_batch_size * args.hidden_size
     if disaggregation.activations == "ship":
         message_bytes *= args.num_layers // args.pipeline_model_parallel_size + 1
-    # With one of these settings, Megatron checks the time or signals after each step, and may stop
-    # training.
+    # With one of these settings, Megatron checks the time or signals after each step
+    # and may stop training.
     exit_settings = []
     for dest in ("exit_duration_in_mins", "exit_signal_handler"):
         if getattr(args, dest, None):
@@ -280,8 +282,8 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
 
 def _recomputes_routers(args: Namespace) -> bool:
     granularity = getattr(args, "recompute_granularity", None)
-    # These two flags are deprecated. Megatron translates them into recomputation, but only after
-    # this check.
+    # These two flags are deprecated. Megatron translates them into recomputation
+    # settings, but only after this check.
     if getattr(args, "moe_layer_recompute", False):
         return True
     if getattr(args, "recompute_activations", False):
@@ -292,14 +294,15 @@ def _recomputes_routers(args: Namespace) -> bool:
 
 
 def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
-    """Return the arguments, by name, with which Megatron treats one role's processes as a job."""
+    """Return the arguments, by name, that make Megatron treat one role's processes as a job."""
     arguments: dict[str, Any] = {
         "rank": job.role_rank,
         "world_size": job.ranks.role_size(job.role),
     }
     if getattr(args, "rerun_mode", None) == "validate_results":
-        # Backward ranks would rerun a step with an unexpected loss, and wait for forward passes
-        # that never run. With reruns disabled, such a loss stops the job at once.
+        # Backward ranks would rerun a step with an unexpected loss and wait for forward
+        # passes that never run. With reruns disabled, such a loss stops the job
+        # immediately.
         arguments["rerun_mode"] = "disabled"
     if job.role == "backward":
         return arguments
@@ -376,19 +379,21 @@ def profiles_with_torch(args: Namespace) -> bool:
 
 def _gathers_late(args: Namespace) -> bool:
     """Return whether a replica still holds only its updated shard of the weights after a step."""
-    # Replicas form groups, and each group has gathered its weights when the step ends.
+    # Replicas form groups, and each group has gathered its weights by the time the step
+    # ends.
     if (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1:
         return False
     # The gather moves quantised bytes.
     if getattr(args, "fp4_param_gather", False):
         return False
-    # With other optimizers, replicas own whole weights, and their shards differ in size.
+    # With other optimizers, replicas own whole weights, and their shards differ in
+    # size.
     if getattr(args, "optimizer", "adam") not in ("adam", "sgd"):
         return False
     if getattr(args, "num_experts", None):
         tensor_parallel = getattr(args, "expert_tensor_parallel_size", None)
         spread = (getattr(args, "expert_model_parallel_size", None) or 1) > 1
-        # Experts then have different replicas from the rest of the model.
+        # Experts then have different replicas than the rest of the model.
         if spread or tensor_parallel not in (None, args.tensor_model_parallel_size):
             return False
     return bool(

@@ -1,4 +1,4 @@
-"""The sizes of a job, which are read once from any description of the job, and type-checked."""
+"""A job's sizes, read once from any description of the job and type-checked."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class JobSizes:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks in the job, or in one replica if the size of the job is unknown."""
+        """Number of ranks in the job, or in one replica if the job's size is unknown."""
         if self.world_size:
             return self.world_size
         return math.prod(
@@ -107,7 +107,7 @@ class _Rule:
     """The smallest value, for integers."""
 
     def accepts(self, value: object) -> bool:
-        """Return whether a size may have a value."""
+        """Return whether a size may have this value."""
         if self.kind is not int:
             return isinstance(value, self.kind)
         return (
@@ -118,7 +118,7 @@ class _Rule:
 
 
 def _rule_of(name: str, annotation: str) -> _Rule:
-    # Annotations are strings, because this file postpones their evaluation.
+    # Annotations are strings because this file postpones their evaluation.
     if annotation.startswith("str"):
         return _Rule("text in Megatron's notation", "write it like Et|t|t|tL", str)
     if annotation.startswith("bool"):

@@ -1,4 +1,4 @@
-"""Computes the arguments with which Megatron cuts its model into a schedule's stages."""
+"""Computes the arguments that make Megatron cut its model into a schedule's stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLACED = (*_DEALT, "v", "w")
 
 @dataclass
 class StageArguments:
-    """Arguments with which Megatron builds a schedule's stages."""
+    """Arguments that make Megatron build a schedule's stages."""
 
     values: dict[str, Any]
     """Values by Megatron's argument names."""
@@ -33,7 +33,7 @@ class StageArguments:
 def stage_arguments(
     args: Namespace, cut: UserCut, placement: Placement, subject: str
 ) -> StageArguments:
-    """Return the arguments with which Megatron builds a schedule's stages.
+    """Return the arguments that make Megatron build a schedule's stages.
 
     `subject` is the flag that chose the schedule, for messages.
 
@@ -49,9 +49,9 @@ def stage_arguments(
     built = StageArguments({"pipeline_model_parallel_size": num_ranks})
     if chunks > 1 and num_ranks == 2:
         built.values["overlap_p2p_comm"] = True  # see ModelBuild.transformer
-    # The table determines the number of stages. If the user's cut has that number, keep it.
-    # Otherwise only derive from it how much the ends compute besides their layers, and spread the
-    # layers evenly.
+    # The table determines the number of stages. If the user's cut has that number, keep
+    # it. Otherwise, only use it to derive how much the ends compute besides their
+    # layers, and spread the layers evenly.
     makes_stages = (
         placement.name in _DEALT and cut.layers_by_stage(placement) is not None
     )
@@ -59,7 +59,7 @@ def stage_arguments(
         if chosen is None and chunks > 1:
             built.values["num_virtual_stages_per_pipeline_rank"] = chunks
         return built
-    # A layout or pattern replaces the user's other flags about the cut.
+    # A layout or pattern replaces the user's other flags for the cut.
     replaced = {}
     for dest in EVEN_CUT:
         value = getattr(args, dest, None)
@@ -68,7 +68,8 @@ def stage_arguments(
     if cut.is_hybrid:
         _cut_pattern(built, args, cut, placement, subject, replaced)
     elif is_auto:
-        # Imported here because the planner takes time to import, and only `auto` needs it.
+        # Imported here because importing the planner takes time and only `auto` needs
+        # it.
         from megatron_ext.planning.training_cut import layout_for
 
         layout = layout_for(args, placement)
@@ -116,7 +117,7 @@ def _cut_pattern(
     subject: str,
     replaced: dict[str, Any],
 ) -> None:
-    """Cut a hybrid model's pattern into the stages of a placement."""
+    """Cut a hybrid model's pattern into a placement's stages."""
     num_layers = cut.num_layers
     num_stages = placement.num_stages
     # In 0.16, a hybrid model has no pattern with cuts, so Megatron spreads its layers evenly.
@@ -126,8 +127,8 @@ def _cut_pattern(
         fewer = num_layers // num_stages * num_stages
         fitting = [str(count) for count in (fewer, fewer + num_stages) if count]
         raise ScheduleError(
-            f"{num_layers} layers of a hybrid model do not divide into the {num_stages} stages of "
-            f"{subject}; use --num-layers={' or '.join(fitting)}"
+            f"{num_layers} layers of a hybrid model do not divide evenly among the {num_stages} "
+            f"stages of {subject}; use --num-layers={' or '.join(fitting)}"
         )
     if cut.pattern.count("|") + 1 == num_stages:
         return
@@ -158,7 +159,7 @@ def _lay_out(
     *,
     is_auto: bool,
 ) -> None:
-    """Replace the user's cut with a layout, and record the change."""
+    """Replace the user's cut with a layout and record the change."""
     num_layers = cut.num_layers
     num_stages = placement.num_stages
     # Megatron accepts none of these flags together with a layout.
@@ -196,7 +197,7 @@ def layout_string(
     The user's layout is returned unchanged if its stages match the placement.
 
     Args:
-        num_layers: Number of layers, without multi-token prediction.
+        num_layers: Number of layers, excluding multi-token prediction.
         placement: The rank of each stage.
         mtp_num_layers: Number of multi-token prediction layers.
         layout: The user's layout, if any.
@@ -217,8 +218,8 @@ def layout_string(
     if layout is not None:
         _check_letters(layout, num_layers, mtp)
         stages = parse_layout(layout)
-        # A stage with multi-token prediction before the last stage sends tensors with a different
-        # shape, which folded pipelines do not announce.
+        # A stage with multi-token prediction before the last stage sends tensors of a
+        # different shape, which folded pipelines do not announce.
         has_early_mtp = any("m" in stage for stage in stages[:-1])
         if len(stages) == num_stages and (
             placement.name in _DEALT or not has_early_mtp
@@ -226,8 +227,8 @@ def layout_string(
             return layout
     if last is None:
         last = mtp
-    # Balance ranks, too, not only stages: otherwise, 40 layers under zb-v on 8 ranks become 4
-    # layers on some ranks and 6 on others, and the step takes 4 % longer by forecast.
+    # Balance ranks as well as stages: otherwise, 40 layers under zb-v on 8 ranks become
+    # 4 layers on some ranks and 6 on others, and the forecast step time is 4 % longer.
     counts = spread(num_layers, num_stages, first, last, placement.rank_of)
     per_stage, num_left_over = divmod(num_layers, num_stages)
     # Prefer even stages if this does not lengthen the longest stage.
@@ -262,8 +263,8 @@ def check_ranks(args: Namespace, config: PipelineConfig) -> None:
         ConfigurationError: There are too few ranks, or an odd number for mirrored pipelines.
     """
     pp = args.pipeline_model_parallel_size
-    # Name the schedule as the user chose it: by --pipeline-schedule or a field, or by a switch such
-    # as --use-dpp.
+    # Name the schedule the way the user chose it: by --pipeline-schedule or a field, or
+    # by a switch such as --use-dpp.
     schedule, switch = "{schedule:{c.schedule}}", "{schedule}"
     flag, _, name = chooser(args, config).partition("=")
     if not name:

@@ -1,8 +1,8 @@
-"""Defines the device backends `cpu`, `cuda` and `musa`, and selects one for this process.
+"""Defines the device backends `cpu`, `cuda` and `musa` and selects one for this process.
 
 Each process selects its backend once, before Megatron is imported; `auto` picks the first backend
-whose software stack is installed. Only modules in this package name devices and collective
-backends.
+whose software stack is installed. Only modules in this package refer to specific devices and
+collective backends.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def arguments_for(args: Namespace, chosen: str) -> dict[str, Any]:
 
 
 def name_and_memory() -> tuple[str, float | None]:
-    """Return the name and memory (in GiB) of this process's device; None on the host."""
+    """Return the name and memory (in GiB) of this process's device; the host's memory is None."""
     device = current()
     if device.is_host:
         return device.name, None
@@ -205,7 +205,7 @@ def name_and_memory() -> tuple[str, float | None]:
 
 
 def name_by_driver(directory: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
-    """Return the name of this machine's first accelerator; None if its driver does not show it.
+    """Return the name of this machine's first accelerator; None if its driver does not report it.
 
     This does not import torch, so that commands that only plan stay fast.
     """
@@ -226,11 +226,12 @@ VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES")
 def count_devices(
     directory: Path = Path("/dev"), environ: Mapping[str, str] = os.environ
 ) -> int:
-    """Return the number of accelerators that the environment allows, or that the drivers show.
+    """Return the number of accelerators that the environment allows, or that the drivers report.
 
     This does not import torch, so that commands that only plan stay fast.
     """
-    # Check the environment first: the drivers also show devices that this job must not use.
+    # Check the environment first: the drivers also report devices that this job must
+    # not use.
     if environ.get(_VARIABLE) == "cpu":
         return 0
     counts: list[int] = []
@@ -243,6 +244,7 @@ def count_devices(
             )
     if counts:
         return max(counts)
-    # Drivers create one numbered node per device, and others without a number, such as nvidiactl.
+    # Drivers create one numbered node per device and others without a number, such as
+    # nvidiactl.
     node = re.compile(r"nvidia\d+|mtgpu\.\d+")
     return sum(node.fullmatch(entry.name) is not None for entry in directory.iterdir())

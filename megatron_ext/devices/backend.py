@@ -64,7 +64,7 @@ class Device(ABC):
 
     argument_defaults: Mapping[str, tuple[object, str]] = {}
     """Upstream argument (dest) -> (value, reason). The value becomes the parser's default. A flag
-    with another value is rejected with the reason, or accepted if the reason is empty.
+    with a different value is rejected with the reason, or accepted if the reason is empty.
     `distributed_backend` is corrected instead, with a warning."""
 
     lacks: tuple[Rule, ...] = ()
@@ -133,13 +133,13 @@ class Device(ABC):
         """Remember the connections of new process groups, for `abort_collectives`."""
 
     def abort_collectives(self) -> None:  # noqa: B027 - only gloo needs it
-        """Unblock collectives with lost ranks that torch cannot abort. Groups stay broken.
+        """Unblock collectives that lost a rank and that torch cannot abort. Groups stay broken.
 
         Call it after `follow_collectives`, from a thread that is not itself waiting.
         """
 
     def copies(self, device: torch.device) -> Copies:
-        """Return the copier between host and `torch_device`."""
+        """Return the object that copies between the host and `torch_device`."""
         from megatron_ext.devices.copies import Copies
 
         # The driver is `torch.cuda.cudart()` or `torch.musa.musart()`.

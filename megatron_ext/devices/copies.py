@@ -29,7 +29,7 @@ class Copied(NamedTuple):
         Raises:
             RuntimeError: The device failed, in these copies or in earlier work.
         """
-        # A new thread starts on the first device.
+        # In a new thread, the first device is current.
         with self.runtime.device(self.device):
             for mark in self.marks:
                 mark.synchronize()
@@ -65,15 +65,15 @@ class Copies:
     def to_host(
         self, tensor: torch.Tensor, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Copied]:
-        """Start copying a contiguous tensor to the host, after all work in the current stream.
+        """Start copying a contiguous tensor to the host, after all work on the current stream.
 
-        `target` has the same shape and dtype, in memory that `pin` has registered. Without
-        `target`, the tensor is copied to newly pinned memory.
+        `target` has the same shape and dtype and is in memory that `pin` has registered. If it is
+        not given, the tensor is copied to newly pinned memory.
         """
         host = target
         if host is None:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        # The kernels that write the tensor may still be queued in the current stream.
+        # The kernels that write the tensor may still be queued on the current stream.
         self._down.wait_stream(self._runtime.current_stream(self._device))
         with self._runtime.stream(self._down):
             host.copy_(tensor.detach(), non_blocking=True)
@@ -82,10 +82,11 @@ class Copies:
     def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copied]:
         """Start copying a tensor to the device. This call blocks if the tensor is not pinned.
 
-        Work that is queued later in the current stream waits for the copy.
+        Work queued later on the current stream waits for the copy.
         """
-        # Allocate in the copy stream, so that the copy need not wait for computation;
-        # `record_stream` below tells the allocator that the current stream uses the memory too.
+        # Allocate on the copy stream, so that the copy does not have to wait for
+        # computation; `record_stream` below tells the allocator that the current stream
+        # uses the memory too.
         with self._runtime.stream(self._up):
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             # If the memory is not pinned, the driver reads all bytes before this call returns.
@@ -102,7 +103,7 @@ class Copies:
         On failure this logs a warning, and copies from that memory will block.
         """
         if self._pinning is None:
-            problem = f"the runtime of {self._device.type} cannot register host memory"
+            problem = f"the {self._device.type} runtime cannot register host memory"
         else:
             register, _ = self._pinning
             # Flags of 0 mean cudaHostRegisterDefault.
@@ -114,7 +115,7 @@ class Copies:
                 # error; otherwise the next training kernel would fail.
                 torch.zeros(1, device=self._device)
             except RuntimeError as error:
-                _log.debug("cleared an error of the driver: %s", error)
+                _log.debug("cleared a driver error: %s", error)
             problem = (
                 f"{num_bytes} bytes of host memory cannot be registered with {self._device} "
                 f"(error {code} of its driver)"

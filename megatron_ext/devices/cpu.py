@@ -54,7 +54,7 @@ class CpuDevice(Device):
     environment: Mapping[str, tuple[str, str]] = {
         "CUDA_DEVICE_MAX_CONNECTIONS": (
             "1",
-            "upstream refuses tensor parallelism without it on the generation that we report",
+            "upstream refuses tensor parallelism without it on the GPU generation that we report",
         ),
         "TORCHDYNAMO_DISABLE": (
             "1",
@@ -70,7 +70,7 @@ class CpuDevice(Device):
         ),
         "no_persist_layer_norm": (True, "the persistent layer norm is a CUDA kernel"),
         "masked_softmax_fusion": (False, "the fused softmax is a CUDA kernel"),
-        "distributed_backend": ("gloo", "NCCL moves GPU memory only"),
+        "distributed_backend": ("gloo", "NCCL only moves GPU memory"),
         # Every group is already a gloo group, so the additional groups would be redundant.
         "enable_gloo_process_groups": (False, ""),
     }
@@ -206,7 +206,7 @@ def _namespaces() -> Iterator[Redirect]:
         "device_count": to(host.local_world_size),
         "current_device": returning(torch.device("cpu")),
         "device": _context,
-        # Equal to the capability in `host.properties`.
+        # The same capability as in `host.properties`.
         "get_device_capability": returning((8, 0)),
         "get_device_name": answering(lambda: host.properties().name),
         "get_device_properties": answering(host.properties),
@@ -291,13 +291,14 @@ def _gloo(followed: Callable[[], GlooConnections | None]) -> Iterator[Redirect]:
         yield Redirect(
             f"{module}:all_gather_into_tensor",
             _flat_gather,
-            "gloo requires input and output with equally many dimensions, NCCL only equal sizes",
+            "gloo requires input and output with the same number of dimensions, NCCL only with the "
+            "same size",
         )
     yield Redirect(
         "torch.distributed.distributed_c10d:ProcessGroupGloo.__init__",
         partial(_one_worker, followed=followed),
-        "two worker threads of a group free the same memory if they end coalesced collectives at "
-        "the same moment",
+        "a group's two worker threads free the same memory if they finish coalesced collectives at "
+        "the same time",
     )
     yield Redirect(
         "torch.distributed.distributed_c10d:Work.wait",
@@ -317,7 +318,7 @@ class GlooConnections:
     def __init__(self) -> None:
         self._sockets: set[OpenSocket] = set()
         self.are_shut_down = False
-        """Whether the connections were shut down, and no new attempt has begun."""
+        """Whether the connections were shut down and no new attempt has begun since."""
 
     @contextmanager
     def listeners_opened(self) -> Iterator[list[int]]:
@@ -353,7 +354,8 @@ class GlooConnections:
                 ends.own_port in ports or ends.peer_port in ports_of_peers
             ):
                 self._sockets.add(opened)
-        # Another thread may have called `shut_down` while the body connected the ranks.
+        # Another thread may have called `shut_down` while the body was connecting the
+        # ranks.
         if self.are_shut_down:
             self.shut_down()
 
@@ -365,19 +367,20 @@ class GlooConnections:
 
 
 _TURN = timedelta(seconds=0.2)
-"""How long a collective may take to end after its connections were shut down."""
+"""How long a collective may take to end after its connections have been shut down."""
 
 
-# Gloo tells a collective that its connection has failed, if the collective waits for its peer to be
-# ready. But once the peer is ready, gloo's own thread writes the data, and if this write fails, the
-# thread tells nobody (`Pair::signalException` looks at `buf`, not at `ubuf`). The collective then
-# waits for its time-out of minutes. This happened after one of 40 to 100 losses of a rank.
+# Gloo reports a failed connection to a collective that is waiting for its peer to be
+# ready. But once the peer is ready, gloo's own thread writes the data, and if this
+# write fails, nothing is reported (`Pair::signalException` looks at `buf`, not at
+# `ubuf`). The collective then waits for minutes, until it times out. We saw this once
+# in every 40 to 100 rank losses.
 def _ends_with_abort(
     original: Callable[..., Any], *, followed: Callable[[], GlooConnections | None]
 ) -> Callable[..., Any]:
-    """Let a wait for a collective end soon after its connections were shut down."""
+    """Make a wait for a collective end soon after its connections are shut down."""
     kinds = import_module("torch._C._distributed_c10d").OpType
-    # These wait in the calling thread, and a time-out of theirs closes the connection.
+    # These wait in the calling thread, and if they time out, the connection is closed.
     messages = {int(kinds.SEND), int(kinds.RECV), int(kinds.RECVANYSOURCE)}
 
     def wait(work: Any, *timeout: Any, **named: Any) -> Any:
@@ -391,16 +394,14 @@ def _ends_with_abort(
             with suppress(RuntimeError):
                 original(work, _TURN)
             if connections.are_shut_down and not work.is_completed():
-                raise RuntimeError(
-                    "the collective was aborted, because a rank was lost"
-                )
+                raise RuntimeError("the collective was aborted because a rank was lost")
         return original(work)
 
     return wait
 
 
 def _keep_stuck_groups() -> None:
-    """Keep the groups in which a collective still waits, so that they are never destroyed.
+    """Keep the groups in which a collective is still waiting, so that they are never destroyed.
 
     Destroying a group waits for its worker thread.
     """
@@ -409,7 +410,7 @@ def _keep_stuck_groups() -> None:
 
     options: Any = BarrierOptions()
     options.device = torch.device("cpu")
-    # A group runs one collective after the other. Behind a stuck one, a barrier never starts;
+    # A group runs one collective at a time. Behind a stuck one, a barrier never starts;
     # otherwise it fails immediately, since there are no connections.
     barriers = [
         (group, group.barrier(options))
@@ -422,15 +423,15 @@ def _keep_stuck_groups() -> None:
             barrier.wait(timedelta(seconds=remaining_s))
         if not barrier.is_completed():
             _LOG.warning(
-                "a gloo collective still waits although its connections were shut down; its group "
-                "is kept until the process exits"
+                "a gloo collective is still waiting although its connections were shut down; its "
+                "group is kept until the process exits"
             )
             # A global list would be cleared, and the group destroyed, when the process exits.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Flatten the tensors in a gather if they differ in their number of dimensions."""
+    """Flatten the tensors in a gather if they have different numbers of dimensions."""
 
     def all_gather_into_tensor(
         output_tensor: torch.Tensor,
@@ -447,13 +448,14 @@ def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather_into_tensor
 
 
-# torch gives each gloo group two worker threads. Both threads write the name of each finished
-# collective into a shared string, without a lock (`ProcessGroupGloo::runLoop`, torch 2.13). Names
-# of 16 characters or more, such as those of coalesced collectives, are on the heap. If two such
-# collectives finish at the same moment, both threads free the same memory, and the process crashes
-# later, somewhere else. The distributed optimizer gathers parameters with coalesced collectives,
-# and models with several chunks have several of them in flight. A single worker runs collectives in
-# call order, which is the same on all ranks anyway.
+# torch gives each gloo group two worker threads. Both threads write the name of every
+# finished collective to a shared string, without a lock (`ProcessGroupGloo::runLoop`,
+# torch 2.13). Names of 16 characters or more, such as those of coalesced collectives,
+# are on the heap. If two such collectives finish at the same moment, both threads free
+# the same memory, and the process crashes later, somewhere else. The distributed
+# optimizer gathers parameters with coalesced collectives, and models with several
+# chunks have several of them in flight. A single worker runs collectives in call order,
+# which is the same on all ranks anyway.
 def _one_worker(
     original: Callable[..., None],
     *,
@@ -464,7 +466,7 @@ def _one_worker(
     ) -> Any:
         """Return torch's default options, but with one thread.
 
-        `enable_reconfigure` exists since torch 2.15.
+        `enable_reconfigure` was added in torch 2.15.
         """
         from torch.distributed import ProcessGroupGloo
 
@@ -505,7 +507,8 @@ def _one_worker(
         if connections is None:
             original(group, store, rank, size, default_options(*last, **named))
             return
-        # Creating the device in the options starts listening; the constructor connects the ranks.
+        # Creating the options' device starts listening; the constructor connects the
+        # ranks.
         with connections.listeners_opened() as ports:
             options = default_options(*last, **named)
         with connections.opened_to_peers(store, rank, size, ports):

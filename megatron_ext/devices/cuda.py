@@ -62,7 +62,7 @@ class CudaDevice(Device):
                 "--pipeline-device-path ipc does not support AMD GPUs; use "
                 "--pipeline-device-path staged"
             )
-        # torch's wheels contain the runtime only under the name with the major version.
+        # torch's wheels contain the runtime only under its name with the major version.
         library = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"
         return Sharing(self.runtime, device, library)
 
@@ -79,7 +79,7 @@ def why_idle() -> str | None:
     try:
         torch.cuda.init()
     except RuntimeError as error:
-        # The first sentence names the reason. Advice about drivers follows it.
+        # The first sentence gives the reason. Advice about drivers follows.
         reason, _, _advice = str(error).partition(". ")
         return reason.splitlines()[0].rstrip(".")
     return "torch sees no GPU"

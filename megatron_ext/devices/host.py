@@ -27,7 +27,7 @@ def _is_done(*_args: Any) -> bool:
 
 
 def _nothing(*_args: Any) -> None:
-    """Return at once: on the host, an event's or a stream's work is always done."""
+    """Return immediately: on the host, an event's or a stream's work is always done."""
 
 
 # On the host, every operation is complete when its call returns. So there is only one stream, waits
@@ -46,7 +46,7 @@ class Event:
         """Return the milliseconds from this event to `end`.
 
         Raises:
-            RuntimeError: One of the two was not recorded.
+            RuntimeError: One of the two events was not recorded.
         """
         if self.recorded_s is None or end.recorded_s is None:
             raise RuntimeError(
@@ -73,7 +73,7 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Return the least and the greatest priority."""
+        """Return the least and greatest priorities."""
         return 0, 0
 
     @property
@@ -140,7 +140,7 @@ def rss_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """Return the largest resident memory of this process since its start or `reset_peak_rss`."""
+    """Return this process's peak resident memory since it started or since `reset_peak_rss`."""
     return _status_bytes("VmHWM")
 
 

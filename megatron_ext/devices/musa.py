@@ -41,13 +41,13 @@ _ENVIRONMENT = {
     "MCCL_PROTOS": ("2", "Moore Threads trains Megatron models with this protocol"),
     "MCCL_CHECK_POINTERS": (
         "0",
-        "checking every pointer of every collective costs time",
+        "checking every pointer in every collective takes time",
     ),
     "MUSA_KERNEL_TIMEOUT": ("3200000", "waiting for a peer is not a hung kernel"),
 }
 
 _DEFAULTS: dict[str, tuple[object, str]] = {
-    "distributed_backend": ("mccl", "NCCL moves the memory of NVIDIA GPUs only"),
+    "distributed_backend": ("mccl", "NCCL only moves the memory of NVIDIA GPUs"),
     "gradient_accumulation_fusion": (
         False,
         "fused gradient accumulation is a CUDA kernel of Apex",
@@ -69,13 +69,13 @@ _DEFAULTS_WITHOUT_TE: dict[str, tuple[object, str]] = {
 
 _NCCL_ONLY = read_rules("""
     inprocess_restart
-        --inprocess-restart aborts communicators of NCCL and gloo, but those of MCCL would go on
+        --inprocess-restart aborts NCCL and gloo communicators, but MCCL communicators would keep
         waiting; leave it out
 """)
 _GROUPED_GEMM = read_rules("""
     moe_grouped_gemm
-        --moe-grouped-gemm is accepted by upstream from CUDA compute capability 8 on, which MUSA
-        does not claim; leave it out: experts then run one by one
+        --moe-grouped-gemm requires CUDA compute capability 8 in upstream, which MUSA does not
+        claim; leave it out: experts then run one by one
 """)
 
 
@@ -182,7 +182,7 @@ def _namespace(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redire
     yield Redirect(
         "torch.cuda:default_generators",
         to(_LazyGenerators(musa)),
-        "torch_musa creates its generators at the first use of the device",
+        "torch_musa creates its generators when the device is first used",
     )
 
 
@@ -198,7 +198,7 @@ def _completions(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redi
     yield Redirect(
         "torch.cuda:get_device_properties",
         to(lambda device=None: musa.get_device_properties(cuda_to_musa(device))),
-        "upstream omits the argument for the current device, torch_musa requires it",
+        "upstream omits the argument for the current device, but torch_musa requires it",
     )
     yield Redirect(
         "torch.nn:Module._apply",
@@ -239,8 +239,8 @@ def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-# Look the tuple up lazily: torch_musa creates its generators when the device is first used, which
-# is after the redirects are made.
+# Look the tuple up lazily: torch_musa creates its generators when the device is first
+# used, which is after the redirects are created.
 class _LazyGenerators:
     """`torch.cuda.default_generators`, looked up at each use."""
 

@@ -18,7 +18,7 @@ def enable_batch_invariant_mode() -> None:
     Raises:
         UserError: Always; the kernels need Triton.
     """
-    # Import here, so that none of our names are attributes of a Megatron module.
+    # Import here, so that none of our names become attributes of a Megatron module.
     from megatron_ext.devices.lacks import TRITON_ONLY
     from megatron_ext.errors import UserError
 

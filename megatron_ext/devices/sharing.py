@@ -65,8 +65,8 @@ class Sharing:
     Args:
         runtime: `torch.cuda`, or a module with the same interface.
         device: This process's device, with its index.
-        library: File name of the runtime library, which torch has loaded; the device type prefixes
-            its function names.
+        library: File name of the runtime library, which torch has loaded; its function names start
+            with the device type.
 
     Raises:
         DeviceError: The library does not exist or lacks a function.
@@ -184,8 +184,8 @@ class Sharing:
             with self._runtime.stream(self._out):
                 target = _tensor(buffer, tensor.shape, tensor.dtype)
                 target.copy_(tensor, non_blocking=True)
-            # If the caller frees the tensor, torch's allocator must not reuse its memory in the
-            # current stream before the copy has read it.
+            # If the caller frees the tensor, torch's allocator must not reuse its
+            # memory on the current stream before the copy has read it.
             tensor.record_stream(self._out)
             self._out.record_event(buffer.used)
 

@@ -2,8 +2,8 @@
 
 Upstream creates tensors with `device="cuda"`, moves them with `.cuda()`, compares `tensor.type()`
 with `"torch.cuda.HalfTensor"` and opens groups with `backend="nccl"`. All backends other than CUDA
-use these redirects; a `Translator` maps upstream's device names to the backend's. Calls with
-another device, or without a device, are unchanged.
+use these redirects; a `Translator` maps upstream's device names to the backend's. Calls with a
+different device, or without a device, are unchanged.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def tensor_redirects(kind: str) -> Iterator[Redirect]:
         targets.add(f"torch:{name}_like")
     for name in ("empty", "empty_strided", "full", "ones", "tensor", "zeros"):
         targets.add(f"torch:Tensor.new_{name}")
-    # Factories and `Tensor.to` are on the hot path, so their redirect costs only one dictionary
-    # look-up and one call (about 0.2 us) instead of a wrapt proxy.
+    # Factories and `Tensor.to` are on the hot path, so their redirects cost only one
+    # dictionary look-up and one call (about 0.2 us) instead of a wrapt proxy.
     factory = functools.partial(_translated_factory, translate, pinning)
     for target in sorted(targets):
         yield Redirect(
@@ -312,7 +312,7 @@ def collective_redirects(backend: str) -> Iterator[Redirect]:
                 arguments["backend"] = default
             elif "nccl" in str(requested_backend):
                 arguments["backend"] = backend
-                # These options are NCCL's, and other backends reject them.
+                # These options are specific to NCCL, and other backends reject them.
                 arguments.pop("pg_options", None)
             # A device_id binds the group to a CUDA device, which does not exist here.
             device = arguments.get("device_id")

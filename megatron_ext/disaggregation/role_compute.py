@@ -1,8 +1,8 @@
 """Computes the actions in a disaggregated table: F on forward ranks, R and B on backward ranks.
 
 A forward rank runs F without a graph and sends its outputs to both roles. A backward rank runs R,
-which builds the graph for one micro-batch, and then B, so the rank holds the graph of only one
-micro-batch at a time.
+which builds the graph for one micro-batch, and then B, so the rank holds only one micro-batch's
+graph at a time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RoleEnds:
         return self.job.peers(transfer.peer)
 
     def forms(self, transfer: Transfer) -> Sequence[Form]:
-        """Return the shapes and dtypes of the tensors in a transfer.
+        """Return the shapes and dtypes of a transfer's tensors.
 
         Activations and gradients are `[s, b, h]`. Shipped activations are `[layers, s, b, h]`,
         followed by generator states if needed.
@@ -57,8 +57,8 @@ class RoleEnds:
         # C is a credit, which allows a forward rank to start another micro-batch.
         if kind == "C":
             return [Form(None, torch.uint8)]
-        # Only backward ranks receive shipped layer outputs. Adjacent stages in the same role
-        # exchange one activation or gradient.
+        # Only backward ranks receive shipped layer outputs. Adjacent stages in the same
+        # role exchange a single activation or gradient.
         if (
             self.num_layers is None
             or kind == "B"
@@ -74,7 +74,7 @@ class RoleEnds:
     def _goes_to_backward_rank(self, transfer: Transfer) -> bool:
         if transfer.verb == "RECV":
             return self.job.role == "backward"
-        # The rows of the table are the forward stages, followed by the backward stages
+        # The table's rows are the forward stages, followed by the backward stages
         # (`Job.position`).
         return transfer.peer >= self.job.ranks.pp
 
@@ -109,15 +109,16 @@ class ForwardCompute(StageCompute):
         draws = active.draws_by_microbatch()
         is_last = stage == schedule.num_stages - 1
         keeping = saving(self.layers or (), with_generators=draws)
-        # The base class seeds random numbers by micro-batch only where gradients are enabled. This
-        # forward pass runs without gradients, so seed it here. Otherwise, its dropout masks would
-        # differ from R's masks.
+        # The base class seeds random numbers by micro-batch only where gradients are
+        # enabled. This forward pass runs without gradients, so seed it here. Otherwise,
+        # its dropout masks would differ from R's.
         drawing: AbstractContextManager[None] = nullcontext()
         if draws:
             drawing = microbatch_rng(active.iteration(), stage, microbatch)
         roles = roles_in_force()
-        # Without gradients, Megatron's router does not sort a token's experts, and summing expert
-        # outputs in a different order changes the last bits of the result.
+        # Without gradients, Megatron's router does not sort a token's experts, and
+        # summing expert outputs in a different order changes the result's low-order
+        # bits.
         roles.sorts_experts = not self.job.recomputes_routers
         try:
             with keeping as saved, torch.no_grad(), drawing:
@@ -144,14 +145,14 @@ class ForwardCompute(StageCompute):
         *,
         is_last: bool,
     ) -> Tensors:
-        """Return the stage's input and layer outputs, as far as backward ranks need them.
+        """Return the stage's input and the layer outputs that backward ranks need.
 
-        A first stage without layers has neither input nor outputs, and sends an empty tensor.
+        A first stage without layers has neither input nor outputs and sends an empty tensor.
         """
         tensors = [tensor for tensor in inputs if tensor is not None]
         tensors += saved.outputs
         if not is_last and saved.outputs:
-            tensors.pop()  # the next stage ships this output, as its own input
+            tensors.pop()  # the next stage ships this output as its own input
         if tensors:
             packed = torch.stack(tensors)
         else:
@@ -207,7 +208,7 @@ class BackwardCompute(StageCompute):
         # output, and all later layers start from wrong inputs.
         if replay.num_replayed != len(self.layers):
             raise MegatronExtError(
-                f"{action} recomputed layers although their outputs were shipped: it reused only "
+                f"{action} recomputed layers whose outputs were shipped and reused only "
                 f"{replay.num_replayed} of {len(self.layers)}; use --fbd-activations recompute"
             )
         return []

@@ -1,9 +1,9 @@
 """Ships layer inputs from forward ranks to backward ranks, which replay them.
 
 With full uniform recomputation, a backward pass needs only each layer's input. A forward rank has
-all these inputs, so it sends them in one message, and its backward rank skips the stage's forward
-pass. Instead, the backward rank builds the graph from the shipped layer outputs, and computes each
-layer when the layer's backward pass runs, as in ordinary recomputation.
+all of these inputs, so it sends them in one message, and its backward rank skips the stage's
+forward pass. Instead, the backward rank builds the graph from the shipped layer outputs and
+computes each layer when its backward pass runs, as in ordinary recomputation.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def layers_of(chunk: torch.nn.Module) -> Sequence[torch.nn.Module]:
     ]
     if len(blocks) != 1:
         raise ScheduleError(
-            f"--fbd-activations ship needs a model with one block of transformer layers, but this "
-            f"one has {len(blocks)}; use --fbd-activations recompute"
+            f"--fbd-activations ship requires a model with one block of transformer layers, but "
+            f"this one has {len(blocks)}; use --fbd-activations recompute"
         )
     return list(blocks[0].layers)
 
@@ -103,7 +103,7 @@ class Replay:
             # it.
             output = torch.empty_like(hidden_states)
         if self._generators is not None:
-            # Megatron's checkpoint saves the generator states now, and restores them for
+            # Megatron's checkpoint saves the generator states now and restores them for
             # recomputation.
             _set_generators(next(self._generators))
 
@@ -124,6 +124,7 @@ def _set_generators(row: torch.Tensor) -> None:
     names = sorted(tracked)
     sizes = [len(host), len(device)]
     sizes += [len(tracked[name]) for name in names]
-    # Clone the state, because a generator accepts only a state with separate storage.
+    # Clone the state, because a generator accepts only a state that has its own
+    # storage.
     host, device, *states = (state.clone() for state in row.cpu().split(sizes))
     random._set_all_rng_states(host, device, dict(zip(names, states, strict=True)))

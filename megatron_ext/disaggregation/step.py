@@ -1,9 +1,9 @@
 """Runs a training step for one role and, between steps, exchanges values with the other role.
 
-The step replaces `forward_backward_pipelining_without_interleaving` of
-`megatron/core/pipeline_parallel/schedules.py`, with the same arguments and results. A forward rank
-runs the F actions in its row without a graph and sends the outputs to both roles. A backward rank
-runs the R and B actions in its row.
+The step replaces `forward_backward_pipelining_without_interleaving` in
+`megatron/core/pipeline_parallel/schedules.py` and has the same arguments and results. A forward
+rank runs the F actions in its row without a graph and sends the outputs to both roles. A backward
+rank runs the R and B actions in its row.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.roles import Job
     from megatron_ext.transport.base import Transport
 
-# How long to wait after another error for the news that a neighbour has died.
+# How long to wait, after some other error, for the news that a neighbour has died.
 _NOTICED_S = 2.0
 
 
@@ -70,27 +70,27 @@ def forward_backward(
         **call: The keyword arguments of Megatron's schedules.
 
     Returns:
-        The loss function's reports by micro-batch; empty on ranks that do not compute the loss.
+        The loss function's reports per micro-batch; empty on ranks that do not compute the loss.
 
     Raises:
         ScheduleError: The program changes the tensor shapes between stages.
     """
     if call.get("adjust_tensor_shapes_fn") is not None:
         raise ScheduleError(
-            "adjust_tensor_shapes_fn, as distillation sets it, changes what stages exchange, but "
-            "the roles exchange only one tensor; leave --forward-backward-disaggregating out"
+            "adjust_tensor_shapes_fn, which distillation sets, changes what stages exchange, but "
+            "the roles exchange only one tensor; remove --forward-backward-disaggregating"
         )
     model = call["model"]
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     runtime = _ready(chunks)
     config = get_model_config(chunks[0])
-    # During an evaluation, only forward ranks call this function, once per batch, and `evaluation`
-    # has already fetched the weights for all batches. All other calls are made by both roles, so
-    # they can exchange weights here.
+    # During an evaluation, only forward ranks call this function, once per batch, and
+    # `evaluation` has already fetched the weights for all batches. Both roles make all
+    # other calls, so they can exchange weights here.
     if not runtime.is_evaluating:
         runtime.weights.transfer()
     if call.get("forward_only"):
-        # Backward ranks wait for the evaluation to finish, as long as the evaluation makes
+        # Backward ranks wait for the evaluation to finish, provided that it makes
         # progress.
         beat()
         with _explaining_failures(runtime.wire):
@@ -187,7 +187,7 @@ def _run(
 
 
 def _table_of(runtime: RoleRuntime, num_microbatches: int) -> Table:
-    """Return this process's table row; build it once for each number of micro-batches."""
+    """Return this process's table row; build it once per number of micro-batches."""
     job = runtime.job
     table = runtime.tables.get(num_microbatches)
     if table is None:
@@ -201,7 +201,7 @@ def _table_of(runtime: RoleRuntime, num_microbatches: int) -> Table:
 
 @contextmanager
 def evaluation(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Fetch the backward ranks' weights once, for all evaluation steps in the block."""
+    """Fetch the backward ranks' weights once for all evaluation steps in the block."""
     runtime = _ready(chunks)
     runtime.weights.transfer()
     runtime.is_evaluating = True
@@ -212,14 +212,14 @@ def evaluation(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
-    """Return the runtime, which is created by the first call."""
+    """Return the runtime, which the first call creates."""
     job = active.job()
     roles = roles_in_force()
     assert job is not None
     runtime = roles.runtime
     if runtime is None:
-        # This check is collective over a pipeline, so that all ranks in the pipeline raise the
-        # error.
+        # This check is collective over a pipeline, so all of the pipeline's ranks raise
+        # the error.
         group = default_groups().pp
         for feature in features():
             feature.refuse_roles(chunks, linear(job.ranks.pp), group)
@@ -252,13 +252,13 @@ def _open_wire(job: Job, device: torch.device) -> Transport:
     """Open a transport from this process to its neighbours in both roles, by global rank.
 
     Raises:
-        TransportError: A neighbour does not connect, or the wire cannot reach that neighbour.
+        TransportError: A neighbour does not connect, or the wire cannot reach it.
     """
     config = active.required().config
     assert config.wire != "torch", "the configuration refuses it"
-    # The neighbours are the same stage in the other role (in all replicas, if each replica holds a
-    # shard of the weights), and the adjacent stages in both roles. The relation is symmetric, so
-    # each connection has two ends.
+    # The neighbours are the same stage in the other role (in all replicas, if each
+    # replica holds a shard of the weights), and the adjacent stages in both roles. The
+    # relation is symmetric, so both ends open each connection.
     place = job.place
     ranks = job.ranks
     neighbours = {ranks.rank(twin) for twin in job.weight_partners}
@@ -274,7 +274,7 @@ def _open_wire(job: Job, device: torch.device) -> Transport:
         ranks.num_ranks,
         sorted(neighbours),
         wire=config.wire,
-        # Messages may stay in their slot while computation uses them.
+        # Messages may stay in their slots while computation uses them.
         slots=job.window + 2,
         slot_bytes=job.message_bytes,
         timeout_s=job.timeout_s,
@@ -307,9 +307,9 @@ def _explaining_failures(wire: Transport) -> Iterator[None]:
         raise
 
 
-# -- exchanges of values between the roles, which every rank of a job calls ------------------------
+# -- exchanges of values between the roles, which every rank in a job calls ------------------------
 
-_LOSSES = "losses of an evaluation"
+_LOSSES = "evaluation losses"
 _PROGRESS = (
     "iteration",
     "num_floating_point_operations_so_far",
@@ -320,18 +320,18 @@ _PROGRESS = (
 
 
 def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Make forward ranks resume from the checkpoint that backward ranks have loaded.
+    """Make forward ranks resume from the checkpoint that backward ranks loaded.
 
     Args:
-        counters: Training counters, by the names of Megatron's arguments.
+        counters: Training counters, keyed by the names of Megatron's arguments.
 
     Returns:
-        The counters from the checkpoint, by the same names.
+        The counters from the checkpoint, with the same keys.
     """
     # Some releases lack some of these counters.
     own_progress = {name: counters[name] for name in _PROGRESS if name in counters}
     progress: dict[str, Any] = hand_over(
-        "progress of the checkpoint", own_progress, to="forward", pause=time.sleep
+        "checkpoint progress", own_progress, to="forward", pause=time.sleep
     )
     consumed = progress.get(
         "consumed_train_samples", counters["consumed_train_samples"]
@@ -344,11 +344,11 @@ def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
 def share_exit(chunks: Sequence[torch.nn.Module], *, is_over: bool) -> bool:
     """Return whether backward ranks have decided to stop training after this step."""
     pause = _ready(chunks).wire.poll
-    return bool(hand_over("end of the training", is_over, to="forward", pause=pause))
+    return bool(hand_over("end of training", is_over, to="forward", pause=pause))
 
 
 def receive_evaluation(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Send the weights to forward ranks, and return the losses from their evaluation.
+    """Send the weights to forward ranks and return their evaluation losses.
 
     The losses are fp32 tensors on the host.
     """
@@ -363,6 +363,6 @@ def receive_evaluation(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Ten
 def send_evaluation(
     chunks: Sequence[torch.nn.Module], losses: Mapping[str, torch.Tensor]
 ) -> None:
-    """Send evaluation losses from forward ranks to backward ranks, which log the losses."""
+    """Send evaluation losses from forward ranks to backward ranks, which log them."""
     values = {key: loss.tolist() for key, loss in losses.items()}
     hand_over(_LOSSES, values, to="backward", pause=_ready(chunks).wire.poll)

@@ -1,6 +1,6 @@
 """Transfers weights and buffers from backward ranks, which train the model, to forward ranks.
 
-Before each training step and each evaluation, a backward rank sends the current state of its model:
+Before each training step and each evaluation, a backward rank sends its model's current state:
 buffers, and weights in buckets. A forward rank receives this state before its first forward pass.
 """
 
@@ -32,7 +32,7 @@ _MAKE_OWN_BUFFERS = (
 
 
 def _message(job: Job, number: int, *, header: bool = False) -> Message:
-    """Return the identity of the message with a bucket, or with the header of a transfer."""
+    """Return the identity of a message that carries a bucket or a transfer's header."""
     return Message("W", job.place.pp, number, header=header)
 
 
@@ -61,13 +61,13 @@ class _Slot(NamedTuple):
 
 @dataclass
 class _Bucket:
-    """Weights with one dtype, sent in one message by each rank that holds a part of them."""
+    """Weights of one dtype, sent in one message by each rank that holds a part of them."""
 
     slots: list[_Slot] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the message."""
+        """The message's dtype."""
         return self.slots[0].weight.parameter.dtype
 
     def flat(self) -> torch.Tensor:
@@ -109,7 +109,7 @@ def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
         yield bucket
 
 
-# For each bucket: the names of its weights, and the indices of their first elements.
+# For each bucket: the names of its weights and the indices of their first elements.
 _Layout = list[list[tuple[str, int]]]
 
 
@@ -129,7 +129,8 @@ def _layout(chunks: Sequence[torch.nn.Module]) -> _Layout:
     for buffer, bucket in _shared_buckets(chunks):
         entries = []
         for parameter in bucket.params_list:
-            # Don't use `param_to_index`, which ignores the padding that aligns weights.
+            # Do not use `param_to_index`, which ignores the padding that aligns
+            # weights.
             start, *_ = buffer.param_index_map[parameter]
             entries.append((names[parameter], start - bucket.offset))
         layout.append(entries)
@@ -137,7 +138,7 @@ def _layout(chunks: Sequence[torch.nn.Module]) -> _Layout:
 
 
 def _frozen(weights: Iterable[_Weight], layout: _Layout) -> list[_Bucket]:
-    """Return buckets with the frozen weights, which Megatron's buckets leave out."""
+    """Return buckets of the frozen weights, which Megatron's buckets do not contain."""
     trained: set[str] = set()
     for entries in layout:
         trained.update(name for name, _ in entries)
@@ -145,9 +146,9 @@ def _frozen(weights: Iterable[_Weight], layout: _Layout) -> list[_Bucket]:
 
 
 def _buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Return a stage's buffers that must be equal in both roles, by name.
+    """Return a stage's buffers that must be identical in both roles, by name.
 
-    These are all buffers except the non-persistent buffers in Megatron's position embeddings and
+    Includes all buffers except the non-persistent ones in Megatron's position embeddings and
     experts.
     """
     [model] = unwrap_model(list(chunks))
@@ -187,7 +188,7 @@ class _Side:
         self._wire = wire
         self._chunks = chunks
         self._partners = [job.ranks.rank(place) for place in job.weight_partners]
-        # Buffers may differ between replicas, so take buffers only from the same replica.
+        # Buffers may differ between replicas, so take them only from the same replica.
         self._twins = [job.ranks.rank(place) for place in job.ranks.twins(job.place)]
 
 
@@ -212,14 +213,14 @@ class WeightSender(_Side):
         """Send the model's current state.
 
         Raises:
-            ScheduleError: Megatron's buffers no longer hold a weight.
+            ScheduleError: A weight is no longer stored in Megatron's buffers.
         """
-        # Send before the step instead of after the optimizer, because a training loop may change
-        # weights between steps, for example by pruning, clipping or averaging. Send every weight,
-        # because a write to `.data` cannot be detected.
+        # Send before the step instead of after the optimizer, because a training loop
+        # may change weights between steps, for example by pruning, clipping or
+        # averaging. Send every weight, because writes to `.data` cannot be detected.
         self._send_buffers()
         self._wire.begin([], 1)
-        # Don't flush, because this step's forward passes overlap with these sends.
+        # Do not flush, because this step's forward passes overlap with these sends.
         number = 0
         for flat in self._shared_flats():
             number += 1
@@ -256,7 +257,7 @@ class WeightSender(_Side):
     # sent.
 
     def _shared_flats(self) -> Iterator[torch.Tensor]:
-        """Yield this replica's shard of each bucket of shared weights, on the host."""
+        """Yield this replica's shard of every bucket of shared weights, on the host."""
         if not self._job.shares_weights:
             return
         # With the distributed optimizer and --overlap-param-gather, replicas gather weights only in
@@ -284,7 +285,7 @@ class WeightSender(_Side):
             yield bucket.flat().cpu()
 
     def _check_storage(self, bucket: Any) -> None:
-        """Check that Megatron's buffer, whose shards are sent, stores a bucket's weights.
+        """Check that a bucket's weights are stored in Megatron's buffer, whose shards are sent.
 
         Raises:
             ScheduleError: A weight is stored elsewhere.
@@ -300,7 +301,7 @@ class WeightSender(_Side):
             raise ScheduleError(
                 f"{name}.data was replaced, but Megatron gathers weights in a buffer, and forward "
                 f"ranks get what the buffer holds; write into the weight ({name}.data.copy_(...)), "
-                "or leave --overlap-param-gather out"
+                "or remove --overlap-param-gather"
             )
 
 
@@ -326,7 +327,7 @@ class WeightReceiver(_Side):
             self._unshared = list(_portions(weights))
 
     def transfer(self) -> None:
-        """Wait for the state of the backward ranks' models, and load this state.
+        """Wait for the backward ranks' model state and load it.
 
         Raises:
             ScheduleError: Buffers differ between the backward ranks of a merged forward rank.
@@ -355,13 +356,13 @@ class WeightReceiver(_Side):
             _unpack(bucket, shards)
 
     def _sources_of(self, number: int) -> list[int]:
-        """Return the ranks that send a bucket; shared buckets have the lower numbers, from 1."""
+        """Return the ranks that send a bucket; shared buckets have lower numbers, from 1."""
         if number <= len(self._shared):
             return self._partners
         return self._twins
 
     def _load_buffers(self) -> None:
-        """Receive all buffers, and replace this rank's buffers."""
+        """Receive all buffers and replace this rank's buffers."""
         # All backward ranks in a stage have the same modules, so one header describes all of them.
         header, *_ = self._recv_alone(self._twins, header=True)
         forms = [_BufferForm(*form) for form in _decoded(header)]
@@ -379,14 +380,14 @@ class WeightReceiver(_Side):
                 if not torch.equal(shard_content[begin:end], content):
                     raise ScheduleError(
                         f"the buffer {form.name} differs between tensor-parallel ranks, but a "
-                        "merged forward rank holds one; leave --ignore-forward-tensor-parallel out"
+                        "merged forward rank holds one; remove --ignore-forward-tensor-parallel"
                     )
             # Clone, because the buffer may start at an address that is not aligned for its dtype.
             buffer = content.clone().view(form.torch_dtype).view(form.shape)
             own_buffer = own_buffers.get(form.name)
             if own_buffer is not None:
-                # Replace the data instead of copying into it, because routers change the dtype of a
-                # buffer in their first forward pass.
+                # Replace the data instead of copying into it, because routers change a
+                # buffer's dtype in their first forward pass.
                 own_buffer.data = buffer.to(own_buffer.device)
             else:
                 # A module on the backward rank created this buffer during a forward pass.
@@ -414,7 +415,7 @@ class WeightReceiver(_Side):
 
 
 def _encoded(content: Any) -> torch.Tensor:
-    """Return JSON as a tensor of bytes."""
+    """Return the content as JSON in a tensor of bytes."""
     return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
 
 
@@ -437,8 +438,8 @@ def _unpack(bucket: _Bucket, shards: Sequence[torch.Tensor]) -> None:
         shape[dim] //= weight.num_shards
         matrices = [part.view(shape) for part in parts]
         if weight.gated:
-            # Each shard holds parts of both matrices. The whole weight holds all parts of the first
-            # matrix, followed by all parts of the second matrix.
+            # Each shard holds parts of both matrices. The whole weight holds all parts
+            # of the first matrix, followed by all parts of the second.
             gates = []
             values = []
             for matrix in matrices:

@@ -1,9 +1,9 @@
 """Turns the processes in one role into an ordinary Megatron job.
 
-In each process, torch.distributed covers only the processes in the same role. So the backward ranks
-form an ordinary Megatron job with data-parallel groups, an optimizer, a gradient norm, checkpoints
-and logs, and the forward ranks form a second job. All processes share a single store, through which
-transports find each other and the roles exchange a few small values.
+In every process, torch.distributed spans only the processes in the same role. The backward ranks
+thus form an ordinary Megatron job with data-parallel groups, an optimizer, a gradient norm,
+checkpoints and logs, and the forward ranks form a second one. All processes share a single store,
+through which transports find each other and the roles exchange a few small values.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ class RoleRuntime:
     """Transfers tensors and weights between this process and its neighbours."""
     weights: WeightSender | WeightReceiver
     layers: Sequence[torch.nn.Module] | None
-    """The layers in this stage if forward ranks ship layer inputs, otherwise None."""
+    """This stage's layers if forward ranks ship layer inputs, otherwise None."""
     tables: dict[int, Table] = field(default_factory=dict)
     """Number of micro-batches -> table."""
     is_evaluating: bool = False
     """Whether an evaluation, whose weights have already arrived, is in progress."""
     has_ignored_input: bool = False
-    """Whether it has been logged that a stage's input got no gradient."""
+    """Whether a stage input that got no gradient has been logged."""
 
 
 @dataclass
 class Roles:
-    """State of a process with a role; exists as long as the process's configuration is active."""
+    """State of a process with a role; lives as long as the process's configuration is active."""
 
     store: Store
     """Shared by the processes in both roles."""
     counts: dict[str, int] = field(default_factory=dict)
     """Number of values exchanged so far, by value name."""
     replay: Replay | None = None
-    """The replay of shipped activations that is in progress."""
+    """The replay of shipped activations in progress, if any."""
     sorts_experts: bool = False
-    """Whether the current forward pass orders a token's experts in the same way as a forward pass
-    with gradients."""
+    """Whether the current forward pass orders a token's experts the same way as a forward pass with
+    gradients."""
     runtime: RoleRuntime | None = None
     """State that persists from step to step; None before the first step."""
 
@@ -83,7 +83,7 @@ class Roles:
 
 
 def join(backend: str) -> None:
-    """Connect to the job's store, and start torch.distributed within this role."""
+    """Connect to the job's store and start torch.distributed within this role."""
     job = _job()
     timeout = timedelta(seconds=job.timeout_s)
     # Use the launcher's rendezvous, so that no address besides MASTER_ADDR is needed.
@@ -100,7 +100,8 @@ def join(backend: str) -> None:
         "/".join(("megatron_ext/run", *active.required().environment.run)), store
     )
     active.required().roles = Roles(store)
-    # Use a prefix for each role, because both roles use the same names for groups and keys.
+    # Use one prefix per role, because both roles use the same names for groups and
+    # keys.
     dist.init_process_group(
         backend,
         store=PrefixStore(f"megatron_ext/{job.role}", store),
@@ -118,7 +119,7 @@ def roles_in_force() -> Roles:
 
 
 def beat() -> None:
-    """Signal progress to ranks that wait for an evaluation."""
+    """Signal progress to ranks that are waiting for an evaluation."""
     job = _job()
     if job.role_rank == job.ranks.role_size(job.role) - 1:
         roles_in_force().store.add(_BEATS, 1)
@@ -129,7 +130,7 @@ def ending_both_roles() -> Iterator[None]:
     """Make the other role exit as well if Megatron calls `sys.exit()` in the block.
 
     Megatron does so if a checkpoint is missing or unreadable. The exit code is 0, which launchers
-    do not treat as a failure, so the other role would keep waiting for this role.
+    do not treat as a failure, so the other role would keep waiting for this one.
     """
     try:
         yield
@@ -149,7 +150,7 @@ def _end_with_other_role(store: Store) -> None:
         return
     name, code = json.loads(store.get(_ENDED))
     _LOG.warning(
-        "%s stopped the training with exit code %d; forward ranks exit too",
+        "%s stopped the training with exit code %d; forward ranks exit as well",
         name,
         code,
     )
@@ -186,11 +187,12 @@ def hand_over(
     # In both roles, the last process holds the last stage, which has the losses.
     if job.role != to:
         if job.role_rank == job.ranks.role_size(job.role) - 1:
-            # Use JSON, never pickle: anyone who can reach the store may write to it.
+            # Use JSON, never pickle: anyone who can reach the store can write to it.
             store.set(key, json.dumps(value))
         return value
-    # Don't use `store.wait`, which would not notice that a rank in the other role has died. Poll
-    # often, because forward ranks wait here in each step if the job may stop by itself.
+    # Do not use `store.wait`, which would not notice that a rank in the other role has
+    # died. Poll often, because forward ranks wait here in every step if the job may
+    # stop on its own.
     beats = store.add(_BEATS, 0)
     pause_s = _FIRST_PAUSE_S
     # Read the clock instead of adding up pauses, because a message may cut a pause short.
@@ -204,8 +206,8 @@ def hand_over(
             beats = store.add(_BEATS, 0)
             if beats == before:
                 raise TransportTimeout(
-                    f"{job.role} rank {job.rank} waited {job.timeout_s:g} s for the {subject} of "
-                    "the other role, which made no progress; see the logs of its ranks"
+                    f"{job.role} rank {job.rank} waited {job.timeout_s:g} s for the other "
+                    f"role's {subject}, but that role made no progress; see its ranks' logs"
                 )
             until = time.monotonic() + job.timeout_s
         pause(pause_s)
@@ -215,8 +217,8 @@ def hand_over(
 
 def leave() -> None:
     """Wait until all processes in the job are ready to exit."""
-    # Otherwise, the process that hosts the store could exit while other processes still use the
-    # store.
+    # Otherwise, the process that hosts the store could exit while other processes still
+    # use it.
     job = _job()
     store = roles_in_force().store
     barrier(store, job.ranks.num_ranks, f"{_PREFIX}/left", job.timeout_s, rank=job.rank)

@@ -1,6 +1,6 @@
 """Support for third-party training loops ("hosts") that call Megatron's schedules.
 
-The only host so far is Megatron-Bridge. A host's module has a table `PATCHES` and is imported just
+The only host so far is Megatron-Bridge. A host's module has a `PATCHES` table and is imported just
 before the host itself, so an unused host costs nothing. Programs with their own training loop use
 `own_program.py` instead.
 """
@@ -55,7 +55,7 @@ def check_some_host() -> None:
 
     if find_spec(_BRIDGE) is None:
         raise ArgumentsError(
-            "configure got no sizes, and no training loop that provides them is installed; "
+            "configure was given no sizes, and no training loop that provides them is installed; "
             "pass pipeline_ranks, num_microbatches and num_layers, or pip install "
             f"'megatron-bridge{SUPPORTED}' and train with its pretrain or finetune"
         )

@@ -8,8 +8,8 @@ patch here. Two things differ:
 - Bridge has its own functions for training steps and evaluation. Patches on these functions send a
   folded pipeline's losses to the rank that logs.
 
-The user requests a schedule by `megatron_ext.configure(PipelineConfig(...))` or, for recipes that
-are started by name, by `MEGATRON_EXT_FLAGS`.
+The user requests a schedule with `megatron_ext.configure(PipelineConfig(...))` or, for recipes that
+are started by name, with `MEGATRON_EXT_FLAGS`.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Settings:
             setattr(place.owner, place.field, value)
 
     def keep(self, names: Iterable[str]) -> None:
-        """Save the current values of settings, so that `restore` can set them again."""
+        """Save the current values of settings so that `restore` can reset them."""
         for dest in names:
             place = self._places.get(dest)
             if place is None:
@@ -197,7 +197,7 @@ def _hosted() -> _Hosted | None:
 
 @PATCHES.row("bridge.validate", f"{_TRAINING}.config:ConfigContainer.validate")
 def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Bridge has no command line, so the pipeline is checked against its settings, and written into
+    """Bridge has no command line, so the pipeline is checked against its settings and written into
     them.
     """
     in_force = active.active()
@@ -208,8 +208,8 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     flags = None
     if words:
         flags = parse_words(words, FLAGS)
-    # Even if Megatron's own schedule runs, the device may need other settings than Bridge's
-    # defaults.
+    # Even if Megatron's own schedule runs, the device may need settings other than
+    # Bridge's defaults.
     if requested is None and flags is None:
         _suit_device(Settings(instance))
         return call(*args, **kwargs)
@@ -254,7 +254,7 @@ class _Sizes(NamedTuple):
 
     pipeline_ranks: int
     num_microbatches: int
-    """Micro-batches per step; in both pipelines together if two are mirrored."""
+    """Micro-batches per step, in both pipelines together if two are mirrored."""
 
 
 def _sizes(in_force: active.Active) -> _Sizes | None:
@@ -272,7 +272,7 @@ def _check_sizes(configured: _Sizes, hosted: _Sizes | None) -> None:
     if hosted is None:
         hosted = _Sizes(1, 1)
     raise ArgumentsError(
-        f"configure got pipeline_ranks {configured.pipeline_ranks} and num_microbatches "
+        f"configure was given pipeline_ranks {configured.pipeline_ranks} and num_microbatches "
         f"{configured.num_microbatches}, but Bridge's configuration has {hosted.pipeline_ranks} "
         f"and {hosted.num_microbatches}; leave all sizes out to use Bridge's"
     )
@@ -290,7 +290,7 @@ def _prepare(
         Bridge's settings with the prepared values, under Megatron's argument names.
     """
     model = settings.container.model
-    # Bridge also enables this mode only for True itself, not for other true values.
+    # Like Bridge, treat only True itself as enabled, not other truthy values.
     if getattr(getattr(model, "dist_train", None), "use_dist_train", False) is True:
         raise ArgumentsError(
             "model.dist_train.use_dist_train gives encoder and language model separate ranks and "
@@ -343,7 +343,7 @@ def _arguments(settings: Settings) -> Namespace:
 
 
 def _suit_device(settings: Settings) -> None:
-    """Replace Bridge defaults that assume NVIDIA GPUs, if the device needs other values."""
+    """Replace Bridge defaults that assume NVIDIA GPUs if the device needs other values."""
     arguments = vars(_arguments(settings))
     for dest, (value, _reason) in devices.current().argument_defaults.items():
         if dest in arguments and arguments[dest] != value:
@@ -438,7 +438,7 @@ def _remove_hook(model: Any) -> None:
 
 
 def _in_fields(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a check of checkpoints so that its errors name Bridge's fields instead of flags."""
+    """Wrap a checkpoint check so that its errors name Bridge's fields instead of flags."""
 
     def check_in_fields(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         try:
@@ -484,7 +484,7 @@ def _train_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 @PATCHES.row("bridge.skipped_iterations", f"{_TRAINING}.train:_dummy_train_step")
 def _skip_batches(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Bridge reads skipped batches from one iterator, but ranks with several chunks have a list of
-    iterators, so train.iterations_to_skip would end the training.
+    iterators, so train.iterations_to_skip would stop training.
     """
     arguments = by_name(call, args, kwargs)
     data_iterators = arguments["train_data_iterator"]
@@ -496,7 +496,7 @@ def _skip_batches(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Non
 
     num_batches = get_num_microbatches()
     dataset = arguments["global_state"].cfg.dataset
-    if dataset.dataloader_type == "batch":  # one item has all micro-batches of a step
+    if dataset.dataloader_type == "batch":  # one item has all of a step's micro-batches
         num_batches = 1
     schedules.skip_batches(get_rerun_state_machine(), data_iterators, num_batches)
 
@@ -509,7 +509,7 @@ def _evaluate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.runtime.folded import share_losses
 
     losses, *other_results = call(*args, **kwargs)
-    # Bridge returns None if the time limit of the run ends the evaluation.
+    # Bridge returns None if the run's time limit ends the evaluation.
     if losses is None:
         return losses, *other_results
     arguments = by_name(call, args, kwargs)
@@ -522,7 +522,7 @@ def _evaluate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 PATCHES.row(
     "bridge.measured",
     f"{_TRAINING}.train:train",
-    "Bridge does not log after training how much time ranks idled or left the table's order.",
+    "Bridge does not log after training how long ranks idled or how often they left table order.",
     when=schedules.is_chosen,
 )(schedules.log_statistics_of)
 PATCHES.row(
@@ -535,12 +535,12 @@ PATCHES.row(
 PATCHES.row(
     "bridge.checkpoint_format",
     f"{_TRAINING}.checkpointing:_load_base_checkpoint",
-    "Bridge reads checkpoint formats that name layers by rank, and would load the wrong layers.",
+    "Bridge reads checkpoint formats that name layers by rank and would load the wrong layers.",
     when=active.is_folded,
 )(_in_fields(folded_pipelines.check_format))
 PATCHES.row(
     "bridge.optimizer_state",
     f"{_TRAINING}.checkpointing:generate_state_dict",
-    "Bridge compares only the parallel sizes, and would load the optimizer state of other stages.",
+    "Bridge compares only the parallel sizes and would load other stages' optimizer state.",
     when=active.is_folded,
 )(_in_fields(folded_pipelines.check_optimizer_state))

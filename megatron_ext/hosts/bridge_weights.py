@@ -1,6 +1,6 @@
 """Moves weights between Hugging Face and folded pipelines through Megatron-Bridge.
 
-Bridge identifies a weight by its name in the whole model, and converts only one weight per name on
+Bridge identifies a weight by its name in the whole model and converts only one weight per name on
 each rank. In a folded pipeline, the first and the last stage share a rank, which then holds two
 copies of the word embedding. With multi-token prediction, both copies have the same name.
 
@@ -49,7 +49,8 @@ def _later_copies(chunks: Sequence[torch.nn.Module]) -> Iterator[_LaterCopy]:
     first_chunk_of: dict[str, int] = {}
     for chunk_index, model in enumerate(models):
         for name, weight in model.named_parameters():
-            # Skip layers: each is on one stage only, but every chunk numbers its layers from 0.
+            # Skip layers: each is on only one stage, but every chunk numbers its layers
+            # from 0.
             if "layers." in name:
                 continue
             first_chunk_index = first_chunk_of.setdefault(name, chunk_index)

@@ -57,7 +57,7 @@ def configure(
     world_size: int | None = None,
     seed: int | None = None,
 ) -> ModelBuild | None:
-    """Activate a configuration, and return the settings to build the model with.
+    """Activate a configuration and return the settings to build the model with.
 
     Use this in programs that do not parse Megatron's command line. Call it in every process of the
     job, with the same arguments, before you create process groups and the model. If `config.device`
@@ -66,7 +66,7 @@ def configure(
     configuration remains active until the next call, or until `deconfigure`.
 
     If no size is passed, the function returns None. The configuration then waits for a host that
-    knows the sizes and builds the model: `pretrain` or `finetune` of Megatron-Bridge.
+    knows the sizes and builds the model: Megatron-Bridge's `pretrain` or `finetune`.
 
     Args:
         config: The settings.
@@ -75,8 +75,7 @@ def configure(
             pipelines together.
         num_layers: Transformer layers in the model, excluding multi-token prediction layers.
         mtp_num_layers: Multi-token prediction layers.
-        layout: The layers of each stage, in Megatron's notation. Default: the same number in each
-            stage.
+        layout: The layers of each stage, in Megatron's notation. Default: an equal number in each.
         world_size: Number of ranks in the job. Default: one pipeline.
         seed: The run's seed. Required if random numbers are drawn by micro-batch, as with
             `dynamic`.
@@ -85,8 +84,8 @@ def configure(
         The settings to build the model with, or None if no size was passed.
 
     Raises:
-        UserError: A size is missing or impossible, the sizes do not fit the configuration, the
-            device was chosen too late, or no host is installed.
+        UserError: A size is missing or invalid, the sizes do not fit the configuration, the device
+            was chosen too late, or no host is installed.
         UpstreamMismatch: Active patches do not fit the installed Megatron.
     """
     _check_entrance(config)
@@ -282,8 +281,8 @@ def _megatron_arguments(config: PipelineConfig, sizes: _Sizes) -> Namespace:
     """Return the sizes under Megatron's argument names, which the rules use."""
     return Namespace(
         world_size=sizes.world_size,
-        # Attribute the program's other parallelism to tensor parallelism. Then there is one
-        # replica, whose global batch consists of one pipeline's micro-batches.
+        # Attribute the program's other parallelism to tensor parallelism. Then there is
+        # only one replica, whose global batch consists of one pipeline's micro-batches.
         tensor_model_parallel_size=max(1, sizes.world_size // sizes.pipeline_ranks),
         pipeline_model_parallel_size=sizes.pipeline_ranks,
         num_virtual_stages_per_pipeline_rank=None if sizes.layout else config.chunks,

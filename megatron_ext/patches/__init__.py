@@ -1,9 +1,9 @@
-"""All changes to other packages: patch tables, and the registry that applies them.
+"""Every change made to other packages: the patch tables and the registry that applies them.
 
 A table is a module with a `PatchTable` named `PATCHES`. Each row is a decorator with an id and a
-target. The docstring of the decorated function is the reason for the patch: what goes wrong without
-it. Importing a table imports neither torch nor Megatron. Add a patch to the table for its upstream
-area. To add a table, write the module and list it here.
+target. The decorated function's docstring is the patch's reason: what goes wrong without the patch.
+Importing a table imports neither torch nor Megatron. Add a patch to the table for its upstream
+area. To add a table, write the module and add its name to `TABLES`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ TABLES = (
     "trace",
     "without_te",
 )
-"""Modules in this package with a `PATCHES` table, one for each upstream area."""
+"""Modules in this package with a `PATCHES` table, one per upstream area."""
 
 
 def rows() -> list[Patch]:
-    """Return the rows of all tables, for all Megatron releases."""
+    """Return every table's rows, for all Megatron releases."""
     modules = [*(f"{__name__}.{name}" for name in TABLES), *feature_list.PATCHES]
     patches: list[Patch] = []
     for module in modules:
@@ -49,7 +49,7 @@ def rows() -> list[Patch]:
 def arm() -> None:
     """Register all tables, hook Megatron's import and activate the registry. Idempotent."""
     REGISTRY.register(rows())
-    # Do this before activating the registry. If Megatron is already imported, the hook registers
-    # the device's redirects at once, and a single sweep repairs all copied names.
+    # Install the hook before activating the registry: if Megatron is already imported,
+    # the hook registers the device's redirects now, so one sweep repairs all copies.
     hooks.install(before_core=device.arm)
     REGISTRY.activate()

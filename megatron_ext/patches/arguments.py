@@ -1,4 +1,4 @@
-"""Patches on `megatron.training.arguments`: our flags, the device's defaults, and the rules."""
+"""Patches for `megatron.training.arguments`: our flags, the device's defaults, and the checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATCHES = PatchTable(feature="arguments")
 
 
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
-    """Add our flags to a parser that has all of upstream's, and set the device's defaults."""
+    """Add our flags to a parser that already has upstream's, and set the device's defaults."""
     from megatron_ext import devices
     from megatron_ext.config.flags import (
         FLAGS,
@@ -30,8 +30,8 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         requested_flags,
     )
 
-    # Don't assume that this runs only once: upstream creates up to three parsers in one process,
-    # because in-process restarts and checkpoint tools parse again.
+    # Allow for repeated calls: upstream creates up to three parsers per process,
+    # because in-process restarts and checkpoint tools parse the flags again.
     add_arguments(parser)
     parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
     # Flags in the environment variable become defaults, so the command line overrides them.
@@ -44,15 +44,15 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         ):
             action.type = _Converter(convert, has_choices=action.choices is not None)
     action_of = {action.dest: action for action in parser._actions}
-    # Upstream's choices contain only the backends for CUDA devices and hosts; add this device's
-    # backend.
+    # Upstream's choices cover only the backends for CUDA devices and hosts; add this
+    # device's backend.
     backend = action_of.get("distributed_backend")
     if backend is not None:
         choices = list(backend.choices or ())
         if device.distributed_backend not in choices:
             backend.choices = [*choices, device.distributed_backend]
     for dest, (value, _reason) in device.argument_defaults.items():
-        # Newer releases name some arguments after configuration fields.
+        # Newer releases name some arguments after their configuration fields.
         for name in {dest, MEGATRON_FIELDS.get(dest, dest)} & action_of.keys():
             parser.set_defaults(**{name: value})
     for action in parser._actions:
@@ -84,7 +84,7 @@ class _Converter:
             raise
         except Exception as error:  # such as an enumeration's KeyError
             if self._has_choices:
-                return word  # argparse then rejects the word, and lists the choices
+                return word  # argparse then rejects the word and lists the choices
             raise ValueError(str(error)) from error
 
 
@@ -92,12 +92,12 @@ class _Converter:
 def _add_flags(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> ArgumentParser:
-    """Megatron lacks megatron_ext's flags and the defaults for the device in use."""
+    """Megatron does not define megatron_ext's flags or the current device's defaults."""
     return prepare_parser(call(*args, **kwargs))
 
 
 def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
-    """Exit with one line on one rank; argparse would print hundreds of lines on every rank."""
+    """Print one line on one rank and exit; argparse would print hundreds of lines on every rank."""
     from megatron_ext.upstream import failure
 
     failure.report(ArgumentsError(parser_line(parser, message)))
@@ -106,9 +106,7 @@ def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
 
 @PATCHES.row("arguments.validate", f"{_MODULE}:validate_args")
 def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespace:
-    """Megatron does not check which flags conflict with each other, with a schedule or with the
-    device.
-    """
+    """Megatron does not check whether flags conflict with each other, a schedule or the device."""
     from megatron_ext.config import active, entrances
     from megatron_ext.patches.listing import text_table
     from megatron_ext.upstream.scripts import is_pretraining
@@ -121,14 +119,14 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
         and in_force.host is None
     ):
         raise ArgumentsError(
-            "megatron_ext.configure was called, but a program with Megatron's command line chooses "
-            "its schedule by flags; use the flags, or deconfigure first"
+            "megatron_ext.configure was called, but programs with Megatron's command line select "
+            "their schedule with flags; use the flags, or call deconfigure first"
         )
     REGISTRY.raise_mismatches()
-    # Run before upstream's checks: a schedule changes some arguments, because Megatron is set up
-    # with other sizes for it, and upstream must derive further values from the changed ones.
+    # Run before upstream's checks: a schedule sets Megatron up with different sizes, so
+    # it changes some arguments, from which upstream must derive other values.
     script_defaults = None
-    # Upstream's tools validate arguments too, but do not train.
+    # Upstream's tools also validate arguments but do not train.
     if is_pretraining(sys.argv[0]):
         script_defaults = args[1] if len(args) > 1 else kwargs.get("defaults", {})
     entrances.prepare(settings, script_defaults=script_defaults)
@@ -150,7 +148,7 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
 
 @PATCHES.row("arguments.yaml", "megatron.training.yaml_arguments:validate_yaml")
 def _validate_yaml(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespace:
-    """With --yaml-cfg, Megatron ignores all flags, so it would ignore the requested schedule."""
+    """With --yaml-cfg, Megatron ignores all flags, including the one that selects the schedule."""
     from megatron_ext.config.flags import DESTINATIONS, requested_flags
 
     settings = vars(args[0] if args else kwargs["args"])
@@ -159,8 +157,8 @@ def _validate_yaml(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Na
         flag = f"--{dest.replace('_', '-')}"
         if dest in settings or flag in words:
             raise ArgumentsError(
-                f"{flag} has no effect with --yaml-cfg, which replaces all flags; give Megatron's "
-                "arguments as flags, without --yaml-cfg"
+                f"{flag} has no effect with --yaml-cfg, which replaces all flags; remove "
+                "--yaml-cfg and pass Megatron's arguments as flags"
             )
     validated: Namespace = call(*args, **kwargs)
     return validated

@@ -1,4 +1,4 @@
-"""Patches on checkpoints: distributed optimizer state, writer processes, pickled enums."""
+"""Patches for checkpoints: distributed optimizer state, writer processes, pickled enums."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 PATCHES = PatchTable()
 
 
-# torch's Adam, the fallback without TE and Apex, keeps a `step` tensor for each parameter; Adam in
-# TE and Apex keeps one for each group. Upstream's `state_dict` and `load_state_dict` have code for
-# torch's Adam, but no checkpoint survives the round trip: saving fails an assertion, loading raises
-# an error, or all parameters share one `step` tensor, which each parameter increments. A resumed
-# run needs all rows with this condition.
+# torch's Adam, the fallback if neither TE nor Apex is installed, keeps one `step`
+# tensor per parameter; Adam in TE and Apex keeps one per group. Upstream's `state_dict`
+# and `load_state_dict` handle torch's Adam, but no checkpoint survives the round trip:
+# saving fails an assertion, loading raises an error, or all parameters share one `step`
+# tensor, which every parameter increments. Resuming needs all rows with this condition.
 def _torch_adam() -> bool:
     return not getattr(sys.modules.get(_MODULE), "HAVE_APEX_OR_TE", True)
 
@@ -34,12 +34,12 @@ def _torch_adam() -> bool:
 def _keep_padding_of_buckets(
     call: Call, instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron gathers states without the padding between buckets, but reads them at offsets that
-    include the padding. After a padded bucket (tied embeddings have a separate bucket), Megatron
-    saves parameters mixed with parts of their neighbours.
+    """Megatron gathers optimizer state without the padding between buckets but reads it at offsets
+    that include the padding, so parameters after a padded bucket (tied embeddings have a separate
+    bucket) are saved mixed with parts of their neighbours.
     """
-    # Change the sizes only during this call, because the other checkpoint formats store sizes
-    # without the padding.
+    # Change the sizes only during this call: the other checkpoint formats store
+    # unpadded sizes.
     unpadded_sizes = []
     for buffer in instance.buffers:
         unpadded_sizes.append((buffer, buffer.numel_unpadded))
@@ -60,8 +60,8 @@ def _keep_padding_of_buckets(
     when=_torch_adam,
 )
 def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron asserts that all parameters have the same step, but before the first step, when the
-    loader asks for the state, torch's Adam has no steps.
+    """Megatron asserts that all parameters have the same step, but torch's Adam has no steps yet
+    when the loader requests the state before the first step.
     """
     import torch
 
@@ -69,7 +69,7 @@ def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
     if not instance.is_stub_optimizer:
         if len(optimizer.state) == 0 and instance.init_state_fn:
             instance.init_state_fn(optimizer, instance.config)
-        # Upstream creates only the moments, which suffice for TE's Adam.
+        # Upstream creates only the moments, which is enough for TE's Adam.
         for state in optimizer.state.values():
             if "exp_avg" in state:
                 state.setdefault("step", torch.tensor(0.0))
@@ -82,8 +82,8 @@ def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
     when=_torch_adam,
 )
 def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron copies into leaves that require gradients (RuntimeError). It also puts one step
-    tensor into all states, which every parameter then increments (wrong bias correction).
+    """Megatron copies into leaves that require gradients (RuntimeError) and puts the same step
+    tensor in every state, so every parameter increments it (wrong bias correction).
     """
     import torch
 
@@ -106,8 +106,8 @@ def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
     when=_torch_adam,
 )
 def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron looks up a step for each parameter, which reshardable checkpoints and --ckpt-format
-    torch do not store: KeyError.
+    """Megatron raises KeyError because it looks up every parameter's step, which reshardable
+    checkpoints and --ckpt-format torch do not store.
     """
     import torch
 
@@ -125,7 +125,7 @@ def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         return call(**arguments)
 
 
-# Both targets below were methods in 0.16.
+# Both functions below go by different names in 0.16.
 @PATCHES.row(
     "dist_checkpointing.queue_process",
     f"{_WRITER}:_get_write_results_queue",
@@ -139,10 +139,10 @@ def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     required=False,
 )
 def _start_without_main(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The process behind the queue imports the training script. That takes seconds, and fails if
+    """The process behind the queue imports the training script, which takes seconds and fails if
     the script needs `python -m megatron_ext` to find Megatron.
     """
-    # A spawned process first imports the main script of its parent if that is a file.
+    # A spawned process starts by importing its parent's main script if that is a file.
     main_names = vars(sys.modules["__main__"])
     script_path = main_names.pop("__file__", None)
     try:
@@ -180,8 +180,8 @@ def _with_enums_by_value(call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     """Python 3.11.0 to 3.11.3 pickle enums in a form that torch's loader rejects, so no run can
     resume from such a checkpoint.
     """
-    # Newer Pythons pickle a member as a call to the member's class with the value, which the loader
-    # accepts.
+    # Newer Python versions pickle a member as a call to its class with the value, which
+    # the loader accepts.
     from megatron.core.safe_globals import SAFE_GLOBALS
 
     enum_classes = []

@@ -21,19 +21,19 @@ def arm() -> Device:
     Raises:
         DeviceError: The requested device is unknown or cannot run here.
     """
-    # This runs just before `megatron.core` first executes, because its `tensor_parallel/random.py`
-    # copies names from `torch.cuda` at import. If this runs later, the registry finds the copies by
-    # identity and replaces them.
+    # Runs just before `megatron.core` first executes, because its
+    # `tensor_parallel/random.py` copies names from `torch.cuda` at import time. On a
+    # later call, the registry finds the copies by identity and replaces them.
     device = devices.current()
     for variable, (value, _reason) in device.environment.items():
-        if variable not in os.environ:  # keep the values that the user has set
+        if variable not in os.environ:  # keep values that the user has set
             os.environ[variable] = value
             REGISTRY.undo.callback(_unset, variable, value)
     if all(patch.feature != device.name for patch in REGISTRY):
         redirects = []
         for target, make_replacement, reason in device.redirects():
-            # Use `set`: torch's factories are on the hot path, and a proxy would cost more than the
-            # redirect itself.
+            # Use `set`: torch's factories are on the hot path, where a proxy would cost
+            # more than the redirect itself.
             redirect = Patch(
                 id=f"{device.name}.{target.replace(':', '.')}",
                 target=target,
@@ -51,16 +51,16 @@ def arm() -> Device:
 
 
 def _unset(variable: str, value: str) -> None:
-    """Remove an environment variable, unless other code has changed it since."""
+    """Remove an environment variable unless other code has changed it since."""
     if os.environ.get(variable) == value:
         del os.environ[variable]
 
 
 class _LacksOnce:
-    """Shows each warning about a feature that the device lacks only once, on one rank."""
+    """Shows each warning about a missing device feature only once, on one rank."""
 
-    # A warning filter does not work: whenever any code changes the filters, Python forgets which
-    # warnings it has shown.
+    # A warning filter would not work: whenever any code changes the filters, Python
+    # forgets which warnings it has shown.
     def __init__(self, beginnings: tuple[str, ...]) -> None:
         self._pattern = re.compile("|".join(beginnings) or "(?!)")
         self._show_warning = warnings.showwarning
@@ -76,6 +76,6 @@ class _LacksOnce:
         self._show_warning(message, *args, **kwargs)
 
     def end(self) -> None:
-        """Restore the previous `warnings.showwarning`, unless other code has replaced it since."""
+        """Restore the previous `warnings.showwarning` unless other code has replaced it since."""
         if warnings.showwarning is self:
             warnings.showwarning = self._show_warning

@@ -1,8 +1,8 @@
 """Patches for jobs whose forward and backward passes run in different processes.
 
-Each role is an ordinary Megatron job (`disaggregation/worlds.py`), so only a few patches are
-needed: for initialising torch.distributed, each role's training step, evaluation and logging. All
-these patches act only with --forward-backward-disaggregating.
+Each role is an ordinary Megatron job (`disaggregation/worlds.py`), so only a few things need
+patches: torch.distributed initialisation and each role's training step, evaluation and logging. The
+patches act only with --forward-backward-disaggregating.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _on_backward_rank = partial(active.has_role, "backward")
     "disaggregation.processes", "megatron.training.initialize:_initialize_distributed"
 )
 def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron treats all processes as one job, but forward and backward ranks are two jobs."""
-    # Initialise torch.distributed before upstream does; upstream then uses it as it is.
+    """Megatron treats all processes as one job, but forward and backward ranks form two jobs."""
+    # Initialise torch.distributed before upstream does; upstream then uses it as is.
     from megatron_ext import devices
     from megatron_ext.disaggregation import worlds
 
@@ -58,8 +58,8 @@ def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 )
 def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron allocates gradients for every weight, but forward ranks compute none."""
-    # Freeze the model in its provider, because Megatron's wrapper allocates a gradient for each
-    # weight that requires one.
+    # Freeze the model in its provider, because Megatron's wrapper allocates a gradient
+    # for every weight that requires one.
     arguments = by_name(call, args, kwargs)
     # The parameter has a different name in the builders' function.
     [provider] = [name for name in _PROVIDERS if name in arguments]
@@ -75,13 +75,13 @@ def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     "disaggregation.throughput", f"{_TRAINING}:training_log", when=_on_backward_rank
 )
 def _log_all_ranks(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron divides the throughput by the number of processes in one role, but the devices of
-    both roles do the work.
+    """Megatron divides the throughput by one role's process count, but both roles' devices do the
+    work.
     """
     job = active.job()
     assert job is not None
     arguments = sys.modules["megatron.training"].get_args()
-    # `training_log` divides by `world_size`, so change it during the call.
+    # `training_log` divides by `world_size`, so change it for the duration of the call.
     arguments.world_size = job.ranks.num_ranks
     try:
         return call(*args, **kwargs)
@@ -91,15 +91,15 @@ def _log_all_ranks(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
 
 @PATCHES.row("disaggregation.progress", f"{_TRAINING}:setup_model_and_optimizer")
 def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron takes the counters from the checkpoint that each rank has read, but forward ranks
-    need the backward ranks' counters.
+    """Megatron takes the counters from the checkpoint that each rank reads, but forward ranks need
+    the backward ranks' counters.
     """
     from megatron_ext.disaggregation.step import shared_progress
     from megatron_ext.disaggregation.worlds import ending_both_roles
 
     with ending_both_roles():
         model_and_optimizer = call(*args, **kwargs)
-    # The counters are stored in the arguments, where Megatron's own loading writes them.
+    # The counters belong in the arguments, which is where Megatron loads them.
     progress = vars(sys.modules["megatron.training"].get_args())
     progress.update(shared_progress(progress))
     return model_and_optimizer
@@ -128,7 +128,8 @@ def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
         micro_batch_size=settings.micro_batch_size,
         decoder_seq_length=settings.decoder_seq_length,
     )
-    # Forward ranks run no optimizer, whose patches report the end of the step on backward ranks.
+    # Forward ranks run no optimizer; on backward ranks, the optimizer's patches report
+    # the end of the step.
     for observer in active.required().observers:
         observer.end_iteration()
     # Losses; skipped steps; whether to save, whether to exit, and the exit code; gradient norm and
@@ -138,12 +139,12 @@ def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 
 @PATCHES.row("disaggregation.evaluate", f"{_TRAINING}:evaluate", when=_on_forward_rank)
 def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron computes the losses of evaluations on forward ranks, but backward ranks log them."""
+    """Megatron computes evaluation losses on forward ranks, but backward ranks log them."""
     from megatron_ext.disaggregation.step import evaluation, send_evaluation
 
     model = by_name(call, args, kwargs)["model"]
-    # All batches in an evaluation use the same weights: either the last training step's weights, or
-    # weights that the training loop has substituted.
+    # All batches in an evaluation use the same weights: either the last training
+    # step's, or ones that the training loop has substituted.
     with evaluation(model):
         losses, *further_results = call(*args, **kwargs)
     send_evaluation(model, losses or {})
@@ -157,13 +158,13 @@ def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     when=_on_backward_rank,
 )
 def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron evaluates on every rank, but only the forward ranks can evaluate."""
+    """Megatron evaluates on every rank, but only forward ranks can evaluate."""
     from megatron_ext.disaggregation.step import receive_evaluation
 
     arguments = by_name(call, args, kwargs)
     settings = sys.modules["megatron.training"].get_args()
-    # Count samples the way Megatron's evaluation does, because the next checkpoint stores the
-    # count.
+    # Count samples as Megatron's evaluation does, because the next checkpoint stores
+    # the count.
     rounds = arguments.get("eval_iters") or settings.eval_iters
     # Since 0.18, evaluations may have a separate batch size.
     batch = (
@@ -179,8 +180,8 @@ def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     when=lambda: (job := active.job()) is not None and job.ends_by_itself,
 )
 def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Megatron decides within one role whether the time limit is reached or a signal has arrived,
-    but both roles must stop together.
+    """Megatron checks the time limit and exit signals within one role, but both roles must stop
+    together.
     """
     from megatron_ext.disaggregation.step import share_exit
 
@@ -202,7 +203,7 @@ def _roles_here() -> Any:
 def _replay_layer(
     replay: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron runs a layer whose output --fbd-activations ship has already delivered."""
+    """Megatron runs a layer even if --fbd-activations ship has already delivered its output."""
     function, distribute, hidden_states, *further_inputs = args
     computed_later = replay.instead_of(function, hidden_states)
     return call(computed_later, distribute, hidden_states, *further_inputs, **kwargs)
@@ -215,8 +216,8 @@ def _replay_layer(
     since=(0, 18),
 )
 def _sort_experts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron sorts a token's experts only if gradients are enabled, so the sums of scores on
-    forward ranks would differ in their last bits.
+    """Megatron sorts a token's experts only if gradients are enabled, so score sums on forward
+    ranks would differ in the low-order bits.
     """
     import torch
 
@@ -226,9 +227,8 @@ def _sort_experts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 
 @PATCHES.row("disaggregation.end", "megatron.training.one_logger_utils:finish")
 def _leave(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron shuts down each job separately, but both roles must shut down together. This is
-    Megatron's last call before it exits, even with --exit-interval.
-    """
+    """Megatron shuts down each job separately, but both roles must shut down together."""
+    # Megatron calls the target last before it exits, including with --exit-interval.
     from megatron_ext.disaggregation.worlds import leave
 
     result = call(*args, **kwargs)
@@ -241,8 +241,8 @@ _silence = partial(PATCHES.row, kind="replace", when=_on_forward_rank)
 
 @_silence("disaggregation.timers", "megatron.core.timers:Timers.log")
 def _silent(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
-    """Megatron prints once for each job, and the forward ranks form a second job, so every line
-    would appear twice.
+    """Megatron prints once per job, and the forward ranks form a second job, so every line would
+    appear twice.
     """
 
 
@@ -256,5 +256,5 @@ for _name in ("print_rank_0", "print_rank_last"):
 
 @_silence("disaggregation.log", f"{_TRAINING}:training_log")
 def _without_log(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron logs each step, but forward ranks have neither losses nor gradient norms."""
+    """Megatron logs every step, but forward ranks have neither losses nor gradient norms."""
     return by_name(call, args, kwargs)["report_memory_flag"]

@@ -1,9 +1,9 @@
-"""The drift guard: checks that an upstream function is still the one a patch was written for.
+"""The drift guard: checks that upstream functions are still the ones the patches were written for.
 
-`fingerprints/MINOR.json` contains, for one minor release of Megatron, the hash of every file with
-targets, and the hash and signature of each target. A target may have additional hashes, `reviewed`,
+`fingerprints/MINOR.json` describes one minor release of Megatron: the hash of every file that
+contains targets, and each target's hash and signature. A target may also have `reviewed` hashes,
 for later edits that were reviewed and found compatible with the patches. A release newer than all
-fingerprints is compared with the newest fingerprints. `tests/versions/compare.py` writes the files.
+fingerprints is compared with the newest ones. `tests/versions/compare.py` writes these files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).with_name("fingerprints")
 _NOTHING = "nothing"
-# Fields of syntax nodes that have no effect at run time, or that exist only in some versions of
+# Syntax node fields that have no effect at run time or exist only in some versions of
 # Python.
 _IGNORED = frozenset(
     {"annotation", "ctx", "kind", "returns", "type_comment", "type_params"}
@@ -37,7 +37,7 @@ _IGNORED = frozenset(
 
 
 def policy() -> Literal["error", "warn", "ignore"]:
-    """Return how to handle drift: `MEGATRON_EXT_DRIFT`, by default `error`.
+    """Return how to handle drift: the value of `MEGATRON_EXT_DRIFT`, or `error` by default.
 
     Raises:
         UserError: The variable has an invalid value.
@@ -49,7 +49,7 @@ def policy() -> Literal["error", "warn", "ignore"]:
 
 
 def is_missing(mismatch: UpstreamMismatch) -> bool:
-    """Return whether the mismatch is a missing target."""
+    """Return whether the mismatch is that the target is missing."""
     return mismatch.actual.startswith(_NOTHING)
 
 
@@ -66,18 +66,18 @@ def missing(target: str, detail: str) -> UpstreamMismatch:
 
 
 def missing_module(target: str) -> UpstreamMismatch | None:
-    """Return the mismatch for a target whose module is missing, although its package exists."""
+    """Return the mismatch for a target whose package exists but whose module does not, or None."""
     name = target.partition(":")[0]
     package = name.rpartition(".")[0]
-    # `find_spec` would import the package, so ask only if it is imported already.
+    # `find_spec` would import the package, so call it only if that is already imported.
     if name in sys.modules or package not in sys.modules or find_spec(name) is not None:
         return None
     return missing(target, f"{package} has no such module")
 
 
 def log(differences: Sequence[str], release: releases.Release | None) -> None:
-    """Log one line, on one rank, about a run on an untested Megatron."""
-    # torch.distributed is not initialised yet, so use the launcher's variable.
+    """Log one line, on one rank, if the run uses an untested Megatron."""
+    # torch.distributed is not initialised yet, so use the launcher's variable instead.
     if os.environ.get("RANK", "0") != "0":
         return
     if differences and policy() == "warn":
@@ -89,7 +89,7 @@ def log(differences: Sequence[str], release: releases.Release | None) -> None:
     elif releases.is_newer_than_known(release):
         _LOG.warning(
             "Megatron %s is newer than the supported releases (%s); all functions that the "
-            "features in use rely on are the same as in %s",
+            "features in use rely on are identical to those in %s",
             releases.core_version(),
             SUPPORTED,
             releases.reference().version,
@@ -97,10 +97,9 @@ def log(differences: Sequence[str], release: releases.Release | None) -> None:
 
 
 def compare(target: str, original: Any) -> UpstreamMismatch | None:
-    """Return how the object at a target differs from the release that the patch was written for.
+    """Return how the target differs from the release its patch was written for, or None.
 
-    None means that it does not differ. Targets without a fingerprint (torch's names, constants) are
-    not compared.
+    Targets without a fingerprint (torch names, constants) are not compared.
     """
     fingerprints = _load()
     expected = fingerprints["targets"].get(target)
@@ -108,8 +107,8 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
         return None
     module = target.partition(":")[0]
     path = getattr(sys.modules.get(module), "__file__", None)
-    # Most files are unchanged, so compare the file's hash first. Parsing every function's source
-    # would slow down every import.
+    # Most files are unchanged, so compare the file's hash first: parsing every
+    # function's source would slow down every import.
     if path is not None and _file_hash(path) == fingerprints["files"].get(module):
         return None
     actual = fingerprint(original)
@@ -130,8 +129,8 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
 
 
 def _mismatch(target: str, expected: str, actual: str) -> UpstreamMismatch:
-    # Force the installation: pip keeps an installed version that is within the range, even if its
-    # files have been edited.
+    # Force a reinstall: pip keeps an installed version that satisfies the range, even
+    # if its files have been edited.
     remedy = f"pip install --force-reinstall --no-deps 'megatron-core{SUPPORTED}'"
     if (
         target.startswith(("megatron.legacy.", "megatron.training."))
@@ -140,7 +139,7 @@ def _mismatch(target: str, expected: str, actual: str) -> UpstreamMismatch:
         remedy = tree.how_to_get()
     if not actual.startswith(_NOTHING):
         remedy += (
-            "; or, if the change is yours, set MEGATRON_EXT_DRIFT=warn, which logs whether your "
+            "; or, if you made the change, set MEGATRON_EXT_DRIFT=warn to log whether your "
             "code still runs"
         )
     return UpstreamMismatch(
@@ -149,14 +148,14 @@ def _mismatch(target: str, expected: str, actual: str) -> UpstreamMismatch:
         actual=actual,
         installed=releases.core_version() or "(none)",
         supported=SUPPORTED,
-        remedy=f"Get the supported one with {remedy}",
+        remedy=f"Get the supported version with {remedy}",
     )
 
 
 def fingerprint(obj: Any) -> dict[str, str] | None:
-    """Return the fingerprint of an in-memory function or class; None if it has no source."""
+    """Return the fingerprint of a loaded function or class, or None if it has no source."""
     try:
-        # `unwrap` finds the function below its decorators, and the source includes them.
+        # `unwrap` finds the function under its decorators, which the source includes.
         source = inspect.getsource(inspect.unwrap(getattr(obj, "__func__", obj)))
     except (TypeError, OSError):
         return None
@@ -164,7 +163,7 @@ def fingerprint(obj: Any) -> dict[str, str] | None:
 
 
 def fingerprint_of_source(source: str) -> dict[str, str]:
-    """Return the hash of a definition's meaning, and a function's signature.
+    """Return the hash of a definition's meaning and, for a function, its signature.
 
     The source includes decorators and may have any indentation.
     """
@@ -179,7 +178,7 @@ def fingerprint_of_source(source: str) -> dict[str, str]:
     if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
         for argument in ast.walk(definition.args):
             if isinstance(argument, ast.arg):
-                # Annotations change between releases without any effect on calls.
+                # Annotations change between releases without affecting calls.
                 argument.annotation = None
         signature = f"({ast.unparse(definition.args)})"
     text = repr(_meaning(definition))
@@ -187,9 +186,10 @@ def fingerprint_of_source(source: str) -> dict[str, str]:
 
 
 def _meaning(node: Any) -> Any:
-    """Return syntax as nested tuples, equal in every Python, without parts that have no effect."""
-    # Changes to comments, docstrings, layout or annotations are therefore not drift. `ast.dump` and
-    # `ast.unparse` cannot be used, because their text differs between versions of Python.
+    """Return syntax as nested tuples, identical in every Python, minus parts with no effect."""
+    # Changes to comments, docstrings, layout or annotations therefore do not count as
+    # drift. `ast.dump` and `ast.unparse` would not work here, because their output
+    # differs between Python versions.
     if isinstance(node, ast.JoinedStr):  # Python 3.12 appends an empty string to some
         node.values = [
             value for value in node.values if getattr(value, "value", None) != ""
@@ -209,22 +209,22 @@ def _meaning(node: Any) -> Any:
 
 
 def _is_constant_statement(node: Any) -> bool:
-    """Return whether a statement is a constant without effect, such as a docstring."""
+    """Return whether a statement is a constant that has no effect, such as a docstring."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 @lru_cache(maxsize=1)
 def _load() -> dict[str, Any]:
-    """Return the fingerprints for the installed release, or for the nearest older release."""
+    """Return the fingerprints for the installed release or the nearest older one."""
     return json.loads(path_of(releases.reference().version).read_text())  # type: ignore[no-any-return]
 
 
 def path_of(version: str) -> Path:
-    """Return the file with a release's fingerprints."""
+    """Return the path of a release's fingerprint file."""
     return _FOLDER / f"{'.'.join(version.split('.')[:2])}.json"
 
 
-# Cached, because several targets share a file.
+# Cached because several targets share a file.
 @cache
 def _file_hash(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -1,7 +1,7 @@
-"""Checks during the first training steps that features have their intended effect.
+"""Checks that features have their intended effect during the first training steps.
 
-A patch has no effect if Megatron no longer calls its target. Neither the drift guard nor the losses
-reveal that. A failed check raises `EffectMissing`, which names the patch.
+If Megatron no longer calls a patch's target, the patch has no effect, and neither the drift guard
+nor the losses reveal it. A failed check raises `EffectMissing`, which names the patch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.upstream import releases
 
-# Number of steps to check: the check before the second step covers the first update of tied copies.
+# Number of steps to check: the check before the second step covers the first update of
+# tied copies.
 _STEPS = 2
 
 PATCHES = PatchTable(feature="effects", order=-20)
@@ -37,7 +38,7 @@ def _is_due() -> bool:
 
 
 def not_logged() -> active.Active | None:
-    """Return the active configuration until the first log line has been checked."""
+    """Return the active configuration until the first log line has been checked, then None."""
     in_force = in_use()
     if in_force is None or in_force.is_log_checked:
         return None
@@ -45,7 +46,7 @@ def not_logged() -> active.Active | None:
 
 
 def _acted(*patch_ids: str) -> bool:
-    # Check which patches have run on this rank in the steps so far, because a program's training
+    # Check which patches have run on this rank so far, because a program's training
     # loop may differ from upstream's.
     return not REGISTRY.acted.isdisjoint(patch_ids)
 
@@ -57,8 +58,8 @@ def _missing(
     tested_version = releases.reference().version
     return EffectMissing(
         f"{feature}: expected that {effect}, but {observation}; the patch {patch_id} should ensure "
-        f"this (see `megatron-ext patches list`). Megatron {installed_version} is installed; leave "
-        f"{feature} out, or use the version that it was tested with: pip install "
+        f"this (see `megatron-ext patches list`). Megatron {installed_version} is installed; "
+        f"remove {feature}, or use the version it was tested with: pip install "
         f"megatron-core=={tested_version}"
     )
 
@@ -68,7 +69,7 @@ def another_schedule(name: str) -> EffectMissing:
     return _missing(
         f"--pipeline-schedule {name}",
         "steps run its table",
-        "the first step ran another schedule",
+        "the first step ran a different schedule",
         "schedules.forward_backward",
     )
 
@@ -79,27 +80,27 @@ def another_schedule(name: str) -> EffectMissing:
     when=_is_due,
 )
 def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not check in the first steps that tied copies are equal and that forward ranks
-    are frozen.
+    """Megatron does not check during the first steps that tied copies are identical and forward
+    ranks are frozen.
     """
     schedule = call(*args, **kwargs)
 
     @functools.wraps(schedule)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Megatron's training loop fetches this function once, and calls it in all steps.
+        # Megatron's training loop fetches this function once and calls it every step.
         if not _is_due():
             return schedule(*args, **kwargs)
         in_force = active.required()
         model = kwargs["model"]
         chunks = model if isinstance(model, list) else [model]
         is_training = not kwargs.get("forward_only")
-        # Check before the step: a wrong input may make the step itself fail, with an error that
-        # does not show the cause.
+        # Check before the step: bad inputs may make the step itself fail with an error
+        # that hides the cause.
         if is_training or not in_force.is_evaluation_checked:
             _check_frozen(chunks)
             _check_copies(chunks, in_force)
         result = schedule(*args, **kwargs)
-        # Do not count evaluations, because they do not update the copies.
+        # Do not count evaluations, which do not update the copies.
         in_force.checked_steps += is_training
         in_force.is_evaluation_checked = True
         return result
@@ -130,7 +131,7 @@ def _check_frozen(chunks: list[Any]) -> None:
 
 
 def _check_copies(chunks: list[Any], in_force: active.Active) -> None:
-    """Check that both copies of the embedding are equal on a rank with the first and last stage.
+    """Check, on a rank with the first and last stage, that both embedding copies are identical.
 
     Raises:
         EffectMissing: The copies differ.
@@ -144,10 +145,10 @@ def _check_copies(chunks: list[Any], in_force: active.Active) -> None:
     if difference is None:
         return
     flag = f"--pipeline-schedule {pipeline.name}"
-    effect = "the copies of the tied embedding on the first rank are equal"
+    effect = "the copies of the tied embedding on the first rank are identical"
     is_first_step = in_force.checked_steps == 0
     if is_first_step and in_force.requested is not None and in_force.host is None:
-        # This is a program with its own training loop, which calls `configure` with its sizes.
+        # The program has its own training loop and calls `configure` with its sizes.
         raise EffectMissing(
             f"{flag}: {effect}, but {difference}; call "
             "megatron_ext.runtime.folded.tie_embeddings(chunks) after building the model"
@@ -163,8 +164,8 @@ def logged(
     in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """Megatron does not verify at the first log line that the table ran and the loss arrived."""
-    # One check is enough: a feature that has no effect before the first log line has no effect
-    # later either.
+    # One check is enough: a feature that has had no effect by the first log line will
+    # have none later.
     in_force.is_log_checked = True
     pipeline = in_force.pipeline
     if pipeline is not None and not _acted("schedules.forward_backward"):
@@ -187,7 +188,7 @@ def _check_losses_arrived(pipeline: active.Pipeline, losses: Any) -> None:
     if not losses and not _acted("placement.train_step", "bridge.train_step"):
         raise _missing(
             f"--pipeline-schedule {pipeline.name}",
-            "the loss, which is on the first rank, is brought to the rank that logs",
-            "there was none",
+            "the loss, which is on the first rank, reaches the rank that logs",
+            "it did not",
             "placement.train_step",
         )

@@ -1,8 +1,8 @@
 """Patches for pipelines whose last stage is on the first rank (V and W placements).
 
-Upstream assumes that the first and last stage are on different ranks, and identifies them by rank.
-These patches act only while a schedule with such a placement is active, because upstream's own
-schedules cannot run with them.
+Upstream assumes that the first and last stages are on different ranks and identifies them by rank.
+These patches act only while a schedule with such a placement is active, because they would break
+upstream's own schedules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PATCHES = PatchTable(feature="schedules", when=active.is_folded)
 def _place_layers(
     chosen: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron places the stages of a layout round-robin, but V and W place them differently."""
+    """Megatron places a layout's stages round-robin, but V and W placements do not."""
     from megatron_ext.runtime.folded import placed_layout
 
     parsed = call(*args, **kwargs)
@@ -60,14 +60,14 @@ def _place_layers(
 def _place_segment(
     chosen: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> tuple[list[str], int]:
-    """Megatron places the segments of a hybrid pattern round-robin, unlike V and W placements."""
+    """Megatron places a hybrid pattern's segments round-robin, but V and W placements do not."""
     pattern, *further_args = args
     segments, stages_of = pattern.split("|"), chosen.placement.stages_of
     if len(segments) != chosen.placement.num_stages:
         return cast("tuple[list[str], int]", call(*args, **kwargs))
     placed = dict(zip(("pp_group", "vp_stage"), further_args, strict=False), **kwargs)
-    # Upstream deals segments out round-robin, so reorder them such that each rank gets its stages'
-    # segments.
+    # Upstream deals out segments round-robin, so reorder them to give each rank its own
+    # stages' segments.
     dealt: list[str] = []
     for stages_of_chunk in zip(*stages_of, strict=True):
         dealt += [segments[stage] for stage in stages_of_chunk]
@@ -88,8 +88,8 @@ def _place_segment(
     kind="replace",
 )
 def _of_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron assumes that the last rank holds the last stage, but the first rank holds it."""
-    # Look up the function at each call, because it may be patched too.
+    """Megatron assumes that the last rank holds the last stage, but the first rank does."""
+    # Look up the function on every call, because it may be patched too.
     twin = call.__name__.replace("last", "first")
     return getattr(sys.modules[call.__module__], twin)(*args, **kwargs)
 
@@ -104,10 +104,10 @@ def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> b
     arguments = dict(zip(("ignore_virtual", "vp_stage"), args, strict=False), **kwargs)
     state = sys.modules[_STATE]
     chunks = state.get_virtual_pipeline_model_parallel_world_size()
-    # True is the default in Megatron's function.
+    # Megatron's function defaults to True.
     if not arguments.get("ignore_virtual", True) and chunks is not None:
         assert arguments.get("vp_stage") is not None, (
-            "ranks hold several chunks: give vp_stage"
+            "ranks hold several chunks; pass vp_stage"
         )
         if arguments["vp_stage"] != chunks - 1:
             return False
@@ -116,10 +116,10 @@ def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> b
 
 @PATCHES.row("placement.embedding_groups", f"{_STATE}:initialize_model_parallel")
 def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron puts the last rank into the embedding group, so the first rank would wait for the
-    last rank forever.
+    """Megatron puts the last rank in the embedding group, so the first rank would wait for it
+    forever.
     """
-    # The first rank holds both copies of the embedding, so the group contains only this rank.
+    # The first rank holds both embedding copies, so the group contains only that rank.
 
     def first(ranks: list[int]) -> list[int]:
         return ranks[:1]
@@ -140,7 +140,7 @@ def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     kind="replace",
 )
 def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron sums tied embeddings' gradients over ranks, but both copies are on one rank."""
+    """Megatron sums tied embeddings' gradients across ranks, but both copies are on one rank."""
     from megatron_ext.runtime.folded import sum_tied_gradients
 
     sum_tied_gradients(args[0] if args else kwargs["model"])
@@ -154,7 +154,7 @@ def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
 def _skip_without_embeddings(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> None:
-    """Megatron reads whether the embedding is tied from an attribute that custom modules lack."""
+    """Megatron reads an attribute that custom modules lack to see whether the embedding is tied."""
     from megatron_ext.runtime.folded import language_model
 
     chunks = args[0] if args else kwargs["model"]
@@ -169,8 +169,8 @@ def _skip_without_embeddings(
     since=(0, 19),
 )
 def _tie(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron fills the copy of a tied embedding from another rank; if both are on one rank, the
-    copy would stay zero.
+    """Megatron fills the copy of a tied embedding from another rank, so a copy on the same rank
+    would stay zero.
     """
     from megatron_ext.runtime.folded import tie_embeddings
 
@@ -210,13 +210,13 @@ def check_optimizer_state(
     if optimizer is not None and options.get("is_loading"):
         saved_format = options["metadata"].get("distrib_optim_sharding_type")
         module = sys.modules["megatron.core.optimizer.distrib_optimizer"]
-        # Other stages can only load formats that index the state by parameter.
+        # Different stages can load only formats that index the state by parameter.
         fits = module.DistributedOptimizer.checkpoint_fully_reshardable_formats
         if saved_format is not None and saved_format not in fits:
             raise DataError(
-                f"the checkpoint's optimizer state is {saved_format}: it fits only the stages that "
-                "it was saved with; save with --dist-ckpt-optim-fully-reshardable to change the "
-                "schedule, or load the weights alone with --no-load-optim"
+                f"the checkpoint's optimizer state is in {saved_format} format, which only fits "
+                "the stages it was saved with; save with --dist-ckpt-optim-fully-reshardable to "
+                "change the schedule, or load only the weights with --no-load-optim"
             )
     return call(*args, **kwargs)
 
@@ -226,7 +226,7 @@ def check_optimizer_state(
     f"{_PARALLEL}:distribute_main_replicas_with_precomputed_distribution",
 )
 def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron assigns tensors to replicas by name, so it would save an embedding's two copies."""
+    """Megatron assigns tensors to replicas by name, so it would save both embedding copies."""
     from megatron_ext.runtime.folded import keep_one_main_copy
 
     call(*args, **kwargs)
@@ -242,8 +242,8 @@ def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     "placement.tied_loading", f"{_PARALLEL}:FullyParallelLoadStrategyWrapper.load"
 )
 def _load_apart(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron loads both copies of an embedding into one tensor. If that is an optimizer moment,
-    two weights would update it.
+    """Megatron loads both copies of an embedding into one tensor, so two weights would update the
+    same optimizer moment.
     """
     from megatron_ext.runtime.folded import with_own_tensors
 
@@ -254,11 +254,11 @@ def check_format(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Reject checkpoints that identify tensors by rank and chunk instead of by layer."""
     loaded = call(*args, **kwargs)
     kind = loaded[3]
-    # Local checkpoints identify tensors in this way too, but each placement has a separate folder
-    # (`config/restarts.py`).
+    # Local checkpoints identify tensors this way too, but each placement has a separate
+    # folder (`config/restarts.py`).
     if kind is not None and kind.name not in ("GLOBAL", "LOCAL"):
         raise DataError(
-            f"{loaded[1]} is of format {kind.name.lower()}, which fits only the stages that it was "
+            f"{loaded[1]} is in {kind.name.lower()} format, which only fits the stages it was "
             "saved with; convert it to torch_dist (--ckpt-convert-format) with Megatron's own "
             "schedule"
         )
@@ -266,7 +266,7 @@ def check_format(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _stages(args: Any) -> str:
-    """Describe the stages on each rank, by chunk; empty if Megatron places the chunks."""
+    """Describe each rank's stages, by chunk; empty if Megatron places the chunks."""
     chosen = active.pipeline()
     if chosen is None or not chosen.is_folded:
         return ""
@@ -282,11 +282,12 @@ def _stages(args: Any) -> str:
 
 @PATCHES.row("placement.file_stages", f"{_CHECKPOINTING}:generate_state_dict")
 def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron names layers in --ckpt-format torch by rank and chunk, whatever their stages are."""
+    """With --ckpt-format torch, Megatron names layers by rank and chunk, not by stage."""
     state, settings = call(*args, **kwargs), args[0] if args else kwargs["args"]
     if settings.ckpt_format == "torch":
-        # Megatron compares the version with numbers, so loading the file without this package
-        # fails. It would ignore any other entry, and load the weights into the wrong layers.
+        # Megatron compares the version with numbers, so loading the file without this
+        # package fails. Megatron would ignore any other entry and load the weights into
+        # the wrong layers.
         state["checkpoint_version"] = (
             f"{state['checkpoint_version']} {_stages(settings)}"
         )
@@ -301,7 +302,7 @@ def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron reads formats that identify layers by rank, so it would load the wrong layers."""
     loaded = call(*args, **kwargs)
-    # `name` is this rank's file, two folders below the checkpoint's folder.
+    # `name` is this rank's file, two levels below the checkpoint's folder.
     state, name, _, kind = loaded
     if kind is None or kind.name != "LEGACY":
         return (
@@ -309,12 +310,12 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
             if not active.is_folded()
             else check_format(lambda: loaded, None, (), {})
         )
-    # `_name_stages` has added the stages to the version; give Megatron only the number again.
+    # `_name_stages` added the stages to the version; give Megatron only the number.
     version, _, saved_stages = str(state.get("checkpoint_version", 0)).partition(" ")
     if saved_stages:
         state["checkpoint_version"] = float(version)
-    # With --use-checkpoint-args, Megatron first loads only the arguments, before a schedule is
-    # active.
+    # With --use-checkpoint-args, Megatron first loads just the arguments, before any
+    # schedule is active.
     if kwargs.get("rank0") and active.active() is None:
         return loaded
     settings = args[1] if len(args) > 1 else kwargs["args"]
@@ -328,9 +329,9 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     if saved_stages != stages or lacks:
         raise DataError(
             f"the stages of {Path(name).parents[1]} are {saved_stages or megatrons} "
-            f"({num_saved_chunks} on each rank), but those of this run are {stages or megatrons} "
-            f"({num_chunks} on each rank), and --ckpt-format torch names layers by their place; "
-            "load it with the schedule that it was saved with, or convert it with that schedule: "
+            f"({num_saved_chunks} per rank), but this run's stages are {stages or megatrons} "
+            f"({num_chunks} per rank), and --ckpt-format torch names layers by position; "
+            "load it with the schedule it was saved with, or use that schedule to convert it: "
             "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
         )
     return loaded
@@ -347,7 +348,8 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 def _with_fields_of_both_ends(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron sends only the first stage's fields to a rank that also has the last stage."""
-    # Megatron decides by rank and ignores the chunk: a rank with the first stage gets only that
-    # stage's fields. Stages with MTP get the fields for both ends, so pretend to be an MTP stage.
+    """Megatron sends a rank only the first stage's fields, even if it also has the last stage."""
+    # Megatron decides by rank and ignores the chunk: a rank with the first stage gets
+    # only that stage's fields. MTP stages get the fields for both ends, so pretend to
+    # be one.
     return call(*args[:1], **{**kwargs, "mtp_on_this_rank": True})

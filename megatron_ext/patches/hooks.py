@@ -1,7 +1,7 @@
-"""Import hooks: locate Megatron's packages, and run a callback just before the first import.
+"""Import hooks: locate Megatron's packages and run a callback just before the first import.
 
-Python queries the finders in `sys.meta_path` just before a module executes. A finder at the front
-runs the callback and decides which Megatron is used. `sys.path` stays as the user set it.
+Python queries the finders in `sys.meta_path` just before a module executes, so a finder at the
+front can run the callback and decide which Megatron is used. `sys.path` is left unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Finder(MetaPathFinder):
 
     def __init__(self, before: dict[str, Callable[[], object]]) -> None:
         self.before = before
-        """Package -> callback, which is called once, just before the package executes."""
+        """Maps a package to a callback that runs once, just before the package executes."""
 
     def find_spec(
         self,
@@ -50,9 +50,9 @@ class _Finder(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Return the location of one of Megatron's packages; None defers to Python's finders."""
-        # Check first that the package exists: code may import an optional package and handle its
-        # absence.
+        """Return a Megatron package's location, or None to defer to Python's finders."""
+        # First check that the package exists: code may import an optional package and
+        # handle its absence.
         if fullname in self.before and _exists(fullname, path):
             self.before.pop(fullname)()
         # A full tree on `PYTHONPATH` has its own `megatron.core`, which lacks the compiled dataset
@@ -64,13 +64,14 @@ class _Finder(MetaPathFinder):
                 if ignored is not None:
                     _LOG.warning("megatron_ext: %s", ignored)
             return _spec_in(core and core.parent, fullname)
-        # `megatron` is a namespace package, so Python merges the wheel's `megatron.core` with these
-        # packages from a tree. Since 0.17, the wheel contains some of these packages too, but a
-        # tree's scripts need the tree's versions.
+        # `megatron` is a namespace package, so Python merges the wheel's
+        # `megatron.core` with these packages from a tree. Since 0.17, the wheel also
+        # contains some of these packages, but a tree's scripts need the tree's.
         if fullname in _TREE_PACKAGES:
             tree = upstream.find_tree()
             return _spec_in(tree and tree / "megatron", fullname)
-        # Let all entries in `sys.path` take precedence: the user may have a module with this name.
+        # Let everything on `sys.path` take precedence: the user may have a module with
+        # this name.
         if fullname in _TREE_SCRIPTS and PathFinder.find_spec(fullname) is None:
             return _spec_in(upstream.find_tree(), fullname)
         if fullname == _TRITON_KERNELS and _lacks_triton():
@@ -88,9 +89,10 @@ def _spec_in(folder: Path | None, fullname: str) -> ModuleSpec | None:
 
 
 def _lacks_triton() -> bool:
-    """Return whether this Megatron always imports Triton kernels while Triton is not installed."""
-    # CPU builds and some MUSA builds of torch come without Triton, but `megatron.training` in 0.16
-    # always imports these kernels. The replacement module raises when they are called.
+    """Return whether Triton is missing but this Megatron imports Triton kernels regardless."""
+    # torch's CPU builds and some MUSA builds do not include Triton, but
+    # `megatron.training` in 0.16 always imports these kernels. The replacement module
+    # raises when they are called.
     return find_spec("triton") is None and releases.installed_release() == (0, 16)
 
 
@@ -99,16 +101,17 @@ def _installed_finders() -> list[_Finder]:
 
 
 def install(before_core: Callable[[], object]) -> None:
-    """Hook the import of Megatron. Idempotent.
+    """Hook Megatron's import. Idempotent.
 
-    The callback is called once, just before `megatron.core` first executes, or immediately if it is
-    already imported.
+    The callback runs once, just before `megatron.core` first executes, or immediately if
+    `megatron.core` is already imported.
     """
     if _installed_finders():
         return
-    # wrapt's hooks fire after a module has executed. That is too late: `megatron.core` copies names
-    # from `torch.cuda` at import, so the device's redirects must already be in place. The finder
-    # must come first, or Python's own finders would locate an installed Megatron.
+    # wrapt's hooks fire after a module has executed, which is too late: `megatron.core`
+    # copies names from `torch.cuda` at import time, so the device's redirects must
+    # already be in place. The finder must come first, or Python's own would locate an
+    # installed Megatron.
     sys.meta_path.insert(0, _Finder({"megatron.core": before_core}))
     REGISTRY.undo.callback(_remove)
     if "megatron.core" in sys.modules:
@@ -123,7 +126,7 @@ def _remove() -> None:
 def before(package: str, callback: Callable[[], None]) -> None:
     """Call a callback once, just before a package inside `megatron` first executes.
 
-    An exception in the callback makes the import fail.
+    If the callback raises an exception, the import fails.
     """
     for finder in _installed_finders():
         finder.before[package] = callback

@@ -22,13 +22,13 @@ _MEGATRON = "megatron.training.inprocess_restart"
 PATCHES = PatchTable(feature="inprocess_restart")
 
 
-# Rows with targets in NVRx are not required, because a release without these names may be installed
-# for another purpose. In that case, `megatron_ext/config/restarts.py` refuses the flag.
+# Rows with targets in NVRx are not required, because a release without these names may
+# be installed for other uses. `megatron_ext/config/restarts.py` then rejects the flag.
 @PATCHES.row(
     "inprocess_restart.our_part", f"{_NVRX}.wrap:Wrapper.__init__", required=False
 )
 def _add_our_part(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """NVRx cannot unblock ranks that wait for our messages, and transport names would not match."""
+    """NVRx cannot unblock ranks waiting for our messages, and transport names would not match."""
     from megatron_ext.training.survival import with_our_part
 
     call(*args, **with_our_part(kwargs))
@@ -36,13 +36,13 @@ def _add_our_part(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Non
 
 @PATCHES.row("inprocess_restart.unread_flags", f"{_MEGATRON}:inprocess_restart")
 def _pass_unread_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron parses --inprocess-progress-watchdog-interval and --inprocess-max-iterations, but
+    """Megatron parses --inprocess-progress-watchdog-interval and --inprocess-max-iterations but
     does not pass them to NVRx.
     """
     settings = by_name(call, args, kwargs)["args"]
     try:
         nvrx = import_module(_NVRX)
-    except ImportError:  # Megatron warns, and trains without restarts
+    except ImportError:  # Megatron warns and trains without restarts
         return call(*args, **kwargs)
     interval = timedelta(seconds=settings.inprocess_progress_watchdog_interval)
     max_iterations = settings.inprocess_max_iterations
@@ -61,10 +61,10 @@ def _pass_unread_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     when=stores_are_hosted,
 )
 def _join_hosted_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Rank 0 hosts the store for restarts, so the job would not survive the loss of rank 0."""
+    """Rank 0 hosts the restart store, so the job would not survive losing rank 0."""
     distributed = import_module("torch.distributed")
     with suppress(ImportError):
-        # NVRx derives a class from TCPStore, so import it before the name is replaced.
+        # NVRx subclasses TCPStore, so import NVRx before replacing the name.
         import_module(_NVRX)
     make_store = distributed.TCPStore
 
@@ -81,7 +81,7 @@ def _join_hosted_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     when=lambda: active.attempt() is not None,
 )
 def _connect_to_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron uses one store for all attempts, so waiting there for a lost rank never ends."""
+    """Megatron uses one store for all attempts, so waiting on it for a lost rank never ends."""
     from megatron_ext.training.survival import store_connection
 
     parameters = by_name(call, args, kwargs)
@@ -97,16 +97,16 @@ def _connect_to_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
 def _refuse_scripts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron's scripts parse flags outside the restarted function, so a restart has no flags."""
     (function,) = by_name(call, args, kwargs).values()
-    # Our loop for the installed wheel restarts as a whole, and parses its flags again.
+    # Our loop for the installed wheel restarts as a whole and parses its flags again.
     if getattr(function, "__module__", "").startswith("megatron_ext."):
         return call(*args, **kwargs)
     from megatron.training.arguments import parse_args
 
     if parse_args(ignore_unknown_args=True).inprocess_restart:
         raise ArgumentsError(
-            "--inprocess-restart: from 0.18 on, Megatron's own scripts parse flags only once, so a "
-            "restarted run has no flags; unset MEGATRON_LM_PATH to run the training loop of "
-            "the installed megatron-core, or leave --inprocess-restart out"
+            "--inprocess-restart: since 0.18, Megatron's own scripts parse flags only once, so a "
+            "restarted run has no flags; unset MEGATRON_LM_PATH to run the installed "
+            "megatron-core's training loop, or remove --inprocess-restart"
         )
     return call(*args, **kwargs)
 
@@ -130,7 +130,7 @@ def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
     required=False,
 )
 def _finalize(_call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """NVRx selects a CUDA device in the thread that resets Megatron; the host has none."""
+    """NVRx selects a CUDA device in the thread that resets Megatron, but the host has none."""
     from nvidia_resiliency_ext.inprocess.exception import (
         TimeoutError as FinalizeTimeout,
     )
@@ -154,7 +154,7 @@ def _finalize(_call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     required=False,
 )
 def _is_healthy(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """NVRx synchronises a CUDA device to see whether it works; the host has none."""
+    """NVRx synchronises a CUDA device to check that it works, but the host has none."""
     (state,) = by_name(call, args, kwargs).values()
     return state
 
@@ -164,10 +164,10 @@ def _is_healthy(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     f"{_NVRX}.wrap:Wrapper._construct_restart_health_check",
     kind="replace",
     when=on_cpu,
-    required=False,  # from NVRx 0.5 on
+    required=False,  # since NVRx 0.5
 )
 def _check_no_gpu(_call: Call, instance: Any, _args: Args, _kwargs: Kwargs) -> None:
-    """NVRx asks NVIDIA's driver about GPUs, links and adapters; the host has none."""
+    """NVRx queries NVIDIA's driver for GPUs, links and adapters, but the host has none."""
     instance.restart_health_check = instance.health_check
 
 
@@ -178,11 +178,11 @@ def _check_no_gpu(_call: Call, instance: Any, _args: Args, _kwargs: Kwargs) -> N
     required=False,
 )
 def _remove_half_written(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """NVRx refuses to save a local checkpoint if a killed rank has left an unfinished one."""
+    """NVRx refuses to save a local checkpoint if a killed rank left an unfinished one."""
     is_first = not instance._dir_created
     call(*args, **kwargs)
     if is_first:
-        # NVRx calls this before it first saves, so an earlier attempt has left these files.
+        # NVRx calls this before its first save, so earlier attempts left these files.
         for path in instance.local_ckpt_dir.glob("*.dirty.pt"):
             path.unlink(missing_ok=True)
 
@@ -193,7 +193,7 @@ def _remove_half_written(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
     required=False,
 )
 def _as_numbers(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> list[int]:
-    """NVRx records the ranks on a host that fell silent as bytes, and then fails to read them when
-    the job ends.
+    """If a host stops responding, NVRx records its ranks as bytes but cannot read them when the job
+    ends.
     """
     return [int(rank) for rank in call(*args, **kwargs)]

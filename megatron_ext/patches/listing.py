@@ -1,4 +1,4 @@
-"""Lists patches as a text table, and reports patches with problems."""
+"""Lists patches as a text table and reports patches with problems."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def import_targets() -> list[str]:
-    """Import all modules with targets, to list their state; return the missing modules."""
+    """Import every module that has targets, to list their state; return the missing ones."""
     missing_modules = []
     # Megatron warns about missing kernels, which matter only for training.
     with warnings.catch_warnings():
@@ -51,9 +51,9 @@ def _status(row: Row) -> str:
 
 
 def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
-    """Return the patches, sorted by feature, as text.
+    """Return the patches as text, grouped by feature.
 
-    Names that a device redirects in torch are only counted, unless `redirects` is set.
+    torch names that a device redirects are only counted unless `redirects` is set.
     """
     lines: list[str] = []
     # `Registry.rows` sorts by feature, as `groupby` requires.
@@ -61,7 +61,7 @@ def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
         lines.append(f"{feature}:")
         redirects_by_status: Counter[str] = Counter()
         for row in group:
-            # A device redirects many names of torch, which would bury the other patches.
+            # A device redirects many torch names, which would bury the other patches.
             if row.target.startswith("torch") and not redirects:
                 redirects_by_status[_status(row)] += 1
                 continue
@@ -73,16 +73,16 @@ def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
                 f"{count} {status}" for status, count in redirects_by_status.items()
             ]
             lines.append(
-                f"  {redirects_by_status.total()} names of torch redirected ({'; '.join(counts)}); "
-                "--all lists them"
+                f"  {redirects_by_status.total()} torch names redirected ({'; '.join(counts)}); "
+                "use --all to list them"
             )
     return "\n".join(lines)
 
 
 def problems(rows: Iterable[Row]) -> list[str]:
-    """Return one line for each patch that drifted, was refused, or was overwritten by other code.
+    """Return one line per patch that drifted, was refused, or was overwritten by other code.
 
-    Patches whose target may be absent, or whose package is missing, are skipped.
+    Patches whose package is missing, or whose optional target is missing, are skipped.
     """
     lines = []
     for row in rows:
@@ -100,7 +100,8 @@ def problems(rows: Iterable[Row]) -> list[str]:
 
 def _difference(row: Row) -> str:
     """Return how a patch's target differs from its release; empty if that does not matter."""
-    # A pending row is a problem only if its module is missing: a job may never import the module.
+    # A pending row is a problem only if its module is missing, because a job may never
+    # import the module.
     if row.state == "pending" and row.required:
         missing = drift.missing_module(row.target)
         if missing is not None:

@@ -1,6 +1,6 @@
-"""Patches for machines without a CUDA device: CPU hosts, and other vendors' accelerators.
+"""Patches for machines without a CUDA device: CPU hosts and other vendors' accelerators.
 
-Some patches skip code that upstream compiles before training with a CUDA toolkit or a Makefile.
+Some of them skip code that upstream compiles with a CUDA toolkit or a Makefile before training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _is_other(record: logging.LogRecord) -> bool:
     when=on_cpu,
 )
 def _quieten(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron reports each use of the host's generator as an unexpected change, but here the host
+    """Megatron reports every use of the host's generator as an unexpected change, but here the host
     is the device.
     """
     logger = logging.getLogger(_RANDOM)
@@ -55,9 +55,9 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     state = sys.modules[_PARALLEL_STATE]
     groups = list(state._global_process_group_list or ())
     call(*args, **kwargs)
-    # Upstream's reset misses some variables, which would keep ranks and groups that no longer
-    # exist. Initially all variables are None, except for one dict, whose name differs between
-    # releases.
+    # Upstream's reset misses some variables, which would still refer to ranks and
+    # groups that no longer exist. All variables start out as None except for one dict,
+    # whose name differs between releases.
     for name, value in list(vars(state).items()):
         if not (name.startswith("_") and name.isupper()):
             continue  # HAVE_EINOPS, for example, is not state
@@ -69,7 +69,7 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
         return
     existing_groups = distributed.distributed_c10d._world.pg_map
     for group in groups:
-        # None is the default group. A script may already have destroyed some groups.
+        # The default group is None. A script may already have destroyed some groups.
         if group is not None and group in existing_groups:
             distributed.destroy_process_group(group)
 
@@ -79,14 +79,14 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
 )
 def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron respects as_numpy for CUDA tensors only, so the all-to-all dispatcher raises
+    """Megatron honours as_numpy only for CUDA tensors, so the all-to-all dispatcher raises
     TypeError.
     """
     import torch
 
-    # Upstream's function copies and converts only CUDA tensors. Any other tensor is returned
-    # unchanged, and the dispatcher then fails to use it as an array. `move` has upstream's
-    # parameters, so callers may pass them by position or by name.
+    # Upstream's function copies and converts only CUDA tensors. Any other tensor comes
+    # back unchanged, and the dispatcher then fails to use it as an array. `move` has
+    # upstream's parameters, so callers may pass arguments by position or by name.
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         if not torch.is_tensor(tensor) or tensor.is_cuda:
             return call(tensor, as_numpy=as_numpy, record_stream=record_stream)
@@ -104,7 +104,7 @@ def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     since=(0, 18),
 )
 def _empty_statistics(_original: Any) -> Any:
-    """Megatron creates this tensor on 'cuda:cpu' at the first packed batch: RuntimeError."""
+    """Megatron creates this tensor on 'cuda:cpu' at the first packed batch (RuntimeError)."""
     import torch
 
     return torch.zeros(2, dtype=torch.float64)
@@ -146,7 +146,7 @@ def _nothing(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
 PATCHES.row(
     "training_init.jit_fuser",
     "megatron.core.jit:jit_fuser",
-    "torch.compile needs a compiler for the device, and does not make training faster here",
+    "torch.compile needs a compiler for the device and does not speed up training here",
     kind="set",
     when=off_cuda,
 )(to(lambda function: function))

@@ -1,9 +1,9 @@
 """Patches as data, and their targets in the running process.
 
 A `Patch` is a row in a table. A `Site` is a target that several patches may share; it holds the
-original and the current value, and can restore the original. If other modules have copied the name
-with `from x import y`, the copies are found by identity. Copies in default arguments, closures,
-partials and bound methods cannot be found.
+original and current values and can restore the original. Copies of a name that other modules made
+with `from x import y` are found by identity. Copies in default arguments, closures, partials and
+bound methods cannot be found.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ MISSING = object()
 State = Literal[
     "pending", "installed", "skipped", "absent", "refused", "off", "other release"
 ]
-"""The state of a patch. `absent` means that the target is missing and no feature in use needs it.
+"""A patch's state. `absent` means that the target is missing and no feature in use needs it.
 """
 
 
 def by_name(call: Call, args: Args, kwargs: Kwargs) -> Kwargs:
-    """Return a target's arguments by name, whether they were passed by position or by name."""
+    """Return a target's arguments by name, whether passed by position or by name."""
     return dict(signature(call).bind(*args, **kwargs).arguments)
 
 
@@ -69,19 +69,19 @@ class Patch:
     """wrap, replace: evaluated at each call. set: evaluated once, when the module is loaded."""
     of: Callable[[], Any] | None = None
     """wrap, replace: returns the patch's subject, such as the active pipeline, which is passed to
-    `fn` as its first argument. If it returns None, the patch does not act."""
+    `fn` as its first argument. If the subject is None, the patch does not act."""
     order: int = 0
     """Position among a target's wraps; lower numbers are further out."""
     feature: str = "core"
-    """The feature to which the patch belongs, for listings."""
+    """The feature that the patch belongs to, for listings."""
     creates: bool = False
     """set: the name does not exist upstream (the reason explains why it is needed)."""
     since: Release = _ANY[0]
-    """The first minor release to which the row applies, such as `(0, 17)`."""
+    """The first minor release that the row applies to, such as `(0, 17)`."""
     until: Release = _ANY[1]
-    """The first minor release to which the row no longer applies."""
+    """The first minor release that the row no longer applies to."""
     required: bool = True
-    """Whether a missing target is an error if the patch would act. False for conveniences, and if
+    """Whether a missing target is an error if the patch would act. False for conveniences and when
     other checks verify the effect (`megatron_ext/patches/effects.py`)."""
 
     @property
@@ -96,14 +96,18 @@ class Patch:
 
     @property
     def releases(self) -> str:
-        """The releases to which the row applies, as text; empty for all releases."""
+        """The releases that the row applies to, as text; empty if it applies to all."""
         first, end = ("{}.{}".format(*release) for release in (self.since, self.until))
         if self.since == _ANY[0]:
             return "" if self.until == _ANY[1] else f"before {end}"
-        return f"since {first}" if self.until == _ANY[1] else f"{first} to before {end}"
+        return (
+            f"since {first}"
+            if self.until == _ANY[1]
+            else f"{first} and later, before {end}"
+        )
 
     def acting(self) -> Callable[..., Any] | None:
-        """Return `fn`, bound to its subject if any; None if the patch does not act now."""
+        """Return `fn`, bound to its subject if any, or None if the patch does not act now."""
         if not self.when():
             return None
         if self.of is None:
@@ -125,7 +129,7 @@ class PatchTable(list[Patch]):
     """The rows for one upstream area, each written as a decorator on its function.
 
     Args:
-        defaults: Fields of `Patch` that the rows share unless they override them.
+        defaults: `Patch` fields shared by all rows that do not override them.
     """
 
     def __init__(self, **defaults: Any) -> None:
@@ -155,17 +159,17 @@ class _WhileInForce:
 
 
 class PatchPoint(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """A proxy that survives copy, deepcopy and pickle, and that compiled code does not bypass."""
+    """A proxy that survives copy, deepcopy and pickle and that compiled code does not bypass."""
 
-    # torch.compile traces through a proxy to the wrapped function, and would skip the patches; this
-    # mark makes it call the proxy. Without a schedule the mark is off, because calling the proxy
-    # breaks the graph.
+    # torch.compile traces through a proxy to the wrapped function, which would skip the
+    # patches; this flag makes it call the proxy. The flag is off unless a schedule or
+    # role is active, because calling the proxy breaks the graph.
     _torchdynamo_disable = _WhileInForce()
-    _torchdynamo_disable_msg = "megatron_ext patches it"
+    _torchdynamo_disable_msg = "patched by megatron_ext"
 
-    # Megatron deep-copies configurations that refer to functions, and pickles partials; plain wrapt
-    # proxies support neither. A copy of a patch point is the point itself, and a point is pickled
-    # by name, like the function that it wraps.
+    # Megatron deep-copies configurations that refer to functions and pickles partials;
+    # plain wrapt proxies support neither. Copying a patch point returns the point
+    # itself, and a point is pickled by name, like the function it wraps.
 
     def __copy__(self) -> PatchPoint:
         return self
@@ -179,7 +183,7 @@ class PatchPoint(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Patch):
-    """A patch with its state, as `megatron-ext patches list` shows it."""
+    """A patch and its state, as shown by `megatron-ext patches list`."""
 
     state: State
     intact: bool
@@ -189,14 +193,14 @@ class Row(Patch):
 
 @dataclass
 class Site:
-    """A target: its patches and, once installed, the original and the current value."""
+    """A target: its patches and, once installed, the original and current values."""
 
     target: str
     patches: list[Patch] = field(default_factory=list)
     parent: Any = None
     attribute: str = ""
     original: Any = MISSING  # result of a lookup on the parent
-    defined: Any = MISSING  # value in the parent's dict (a class may inherit another)
+    defined: Any = MISSING  # value in the parent's dict (a class may inherit one)
     installed: Any = MISSING
     is_shared: bool = False  # the installed object already had another name
     mismatch: UpstreamMismatch | None = None
@@ -213,19 +217,20 @@ class Site:
 
     @property
     def spreads(self) -> bool:
-        """Whether to replace copies of the name in other modules too."""
+        """Whether to also replace copies of the name in other modules."""
         # Skip constants: for example, nearly every module binds None.
         if not (callable(self.original) and callable(self.installed)):
             return False
-        # Skip targets that are themselves copies of another module's name: only this copy must
-        # change. torch is an exception, because it defines most public names in private modules.
+        # Skip targets that are themselves copies of another module's name: only this
+        # copy should change. torch is an exception, because it defines most public
+        # names in private modules.
         module = self.first.module
         defined_in = getattr(self.original, "__module__", None) or module
         return defined_in == module or module.partition(".")[0] == "torch"
 
     @property
     def can_be_found(self) -> bool:
-        """Whether every copy of the patched value comes from this target, so identity finds it."""
+        """Whether identity finds every copy of the patched value: all come from this target."""
         return (
             callable(self.installed)
             and self.original is not MISSING
@@ -250,7 +255,7 @@ class Site:
         self.installed = value
 
     def restore(self) -> None:
-        """Restore the original, unless other code has replaced the attribute since."""
+        """Restore the original unless other code has replaced the attribute since."""
         if isinstance(self.installed, PatchPoint):
             wrapt.unwrap_object(
                 self.parent, self.attribute, self.installed, missing_ok=True
@@ -266,12 +271,12 @@ class Site:
 # -- copies of a name in other modules -------------------------------------------------------------
 
 
-# Undo must distinguish a copy of a replacement from an object that already had other names. On the
-# host, for example, `torch.cuda.FloatTensor` becomes `torch.FloatTensor`, and the latter name must
-# stay. So undo restores such objects only where this module has put them, and all other objects
-# everywhere.
+# Undo must distinguish a copy of a replacement from an object that already had other
+# names. On the host, for example, `torch.cuda.FloatTensor` becomes `torch.FloatTensor`,
+# and the latter name must be kept. Undo therefore restores such objects only where this
+# module has put them, and all others everywhere.
 class Copy(NamedTuple):
-    """A name in another module that was rebound because it is a copy of a patched name."""
+    """A name in another module that was rebound because it copied a patched name."""
 
     names: dict[str, Any]
     name: str
@@ -300,14 +305,14 @@ def rebind(
 
     Args:
         pairs: `(old, new)`; old objects are functions, methods or classes.
-        untouched: Packages that keep their names.
-        in_classes: Whether to search classes in modules too.
+        untouched: Packages whose names are left alone.
+        in_classes: Whether to also search classes in modules.
 
     Returns:
         The names that were rebound in modules.
     """
-    # Compare identity: a sweep by name would miss renamed copies and replace unrelated objects with
-    # the same name.
+    # Compare by identity: a sweep by name would miss renamed copies and replace
+    # unrelated objects with the same name.
     pair_of = {id(old): (old, new) for old, new in pairs if old is not new}
     rebound: list[Copy] = []
     if not pair_of:
@@ -322,8 +327,8 @@ def rebind(
                 old, new = pair_of[id(value)]
                 rebound.append(Copy(names, name, old, new))
                 names[name] = new
-            # Don't use isinstance: it reads `__class__` of every value, and some objects respond
-            # with a warning.
+            # Do not use isinstance: it reads every value's `__class__`, which makes
+            # some objects emit a warning.
             if (
                 in_classes
                 and issubclass(type(value), type)

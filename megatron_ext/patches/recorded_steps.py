@@ -9,7 +9,7 @@ from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
 from megatron_ext.tracing import step_records
 
 _TRAINING = "megatron.training.training"
-# Act outside the patches for disaggregated jobs, which replace the log on forward ranks.
+# Run outside the disaggregation patches, which replace the log on forward ranks.
 PATCHES = PatchTable(feature="compare", of=step_records.requested, order=-20)
 
 
@@ -21,8 +21,8 @@ def _observe(
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """Megatron does not announce its first step, which the record must observe."""
-    # `requested` has created the record, and added it to the observers.
+    """Megatron does not announce its first step, which must be recorded."""
+    # `requested` has created the record and added it to the observers.
     return call(*args, **kwargs)
 
 
@@ -57,8 +57,8 @@ def _end(
     args: Args,
     kwargs: Kwargs,
 ) -> bool:
-    """Megatron counts --exit-interval from the first run, but `compare` trains a number of steps
-    from any checkpoint.
+    """Megatron counts --exit-interval from the first run, but `compare` trains for a given number
+    of steps from any checkpoint.
     """
     should_exit = call(*args, **kwargs) or record.is_complete
     record.begin()  # start after evaluations and saves, which are not part of a step

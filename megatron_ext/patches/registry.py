@@ -2,14 +2,13 @@
 
 A `Patch` defines what changes, why and when. `Patch.kind` selects one of two mechanisms:
 
-* `wrap` and `replace` put one `PatchPoint` (a wrapt proxy) on a function or method. At each call,
-  the point builds the chain of the patches that are active *now*: at most one replacement as the
-  innermost, and the wraps around it, ordered by `(order, id)`. Without an active patch, the
-  original runs.
-* `set` assigns a value once. It is for constants, and for functions that are called too often to
-  put a proxy on them.
+* `wrap` and `replace` put one `PatchPoint` (a wrapt proxy) on a function or method. On every call,
+  the point chains the patches that are active *now*: at most one replacement, which is innermost,
+  and the wraps around it, ordered by `(order, id)`. If no patch is active, the original runs.
+* `set` assigns a value once. Use it for constants and for functions that are called too often for a
+  proxy.
 
-The technique (post-import hooks, transparent proxies) comes from wrapt; for the background, see its
+The technique (post-import hooks, transparent proxies) comes from wrapt; for background, see its
 documentation on monkey patching.
 """
 
@@ -61,9 +60,9 @@ class Registry:
     def __init__(self, release: releases.Release | None = None) -> None:
         self.active = False
         self.acted: set[str] = set()
-        """Ids of the wraps and replacements that have run in this process (`effects`)."""
+        """Ids of the wraps and replacements that have run in this process (used by `effects`)."""
         self.undo = ExitStack()
-        """Changes other than patches that `deactivate` reverts: import hooks, the environment."""
+        """Other changes that `deactivate` reverts: import hooks, environment variables."""
         self._release_override = release
         self._sites: dict[str, Site] = {}
         self._ids: dict[
@@ -72,7 +71,7 @@ class Registry:
         self._has_logged = False
         self._hooked: set[str] = set()
         self._rebound_copies: list[Copy] = []
-        # Modules that were patched before, so that arming them again does not count as late.
+        # Modules that were patched before, so arming them again does not count as late.
         self._patched_modules: set[str] = set()
 
     @cached_property
@@ -97,7 +96,7 @@ class Registry:
             same_id = self._ids.setdefault(patch.id, [])
             if any(registered is patch for registered in same_id):
                 continue
-            # Rows may share an id if no release is in both of their ranges.
+            # Rows may share an id if their release ranges do not overlap.
             for registered in same_id:
                 if patch.since < registered.until and registered.since < patch.until:
                     raise ValueError(
@@ -120,14 +119,14 @@ class Registry:
         site.patches.append(patch)
 
     def activate(self) -> None:
-        """Arm all registered patches, and patch modules that are already imported. Idempotent."""
+        """Arm all registered patches and patch any modules already imported. Idempotent."""
         if not self.active:
             self.active = True
             self._arm(set(self.modules()))
 
     def deactivate(self) -> None:
         """Restore all originals, including aliases; the patches stay registered. Idempotent."""
-        # Set this first: points that an undo cannot reach check the flag at each call.
+        # Set this first: points that an undo cannot reach check the flag on every call.
         self.active = False
         self._uninstall(self._sites.values())
         self.undo.close()
@@ -135,12 +134,12 @@ class Registry:
     # -- installing ------------------------------------------------------------------------------
 
     def _arm(self, modules: set[str]) -> None:
-        """Install into loaded modules, and hook the import of all other modules."""
+        """Install into loaded modules and hook the import of all others."""
         loaded = {name for name in modules if _is_loaded(name)}
         self._install(loaded, late=True)
-        # Hook the import: right after a module has executed, no other code can have copied its
-        # names yet. Hooks cannot be removed, so each module gets only one, which checks whether the
-        # registry is active.
+        # Hook the import: right after a module has executed, no other code can have
+        # copied its names yet. Hooks cannot be removed, so each module gets only one,
+        # which checks whether the registry is active.
         for name in modules - loaded - self._hooked:
             self._hooked.add(name)
             wrapt.register_post_import_hook(partial(self._imported, name), name)
@@ -152,13 +151,14 @@ class Registry:
             self._install({name}, late=False)
 
     def _install(self, modules: set[str], *, late: bool) -> None:
-        """Install all sites in these loaded modules; if late, repair copies of the names too."""
+        """Install all sites in these loaded modules; if late, also repair copies of the names."""
         pending_sites = []
         for site in self._sites.values():
             if site.first.module in modules and not site.is_installed:
                 pending_sites.append(site)
-        # Other modules can only have bound the value of a `set`; a patch point is new. Collecting
-        # the ids means sweeping over all modules, so skip this if there is no `set`.
+        # Only a `set` value can already be bound in other modules; a patch point is
+        # new. Collecting the ids means sweeping all modules, so skip that if there is
+        # no `set`.
         bound_ids: set[int] = set()
         if any(site.first.kind == "set" for site in pending_sites):
             bound_ids = bound_objects()
@@ -175,14 +175,14 @@ class Registry:
     def _repair_copies(
         self, replaced: list[tuple[Any, Any]], modules: set[str]
     ) -> None:
-        """Rebind the copies of replaced names in loaded modules.
+        """Rebind copies of replaced names in loaded modules.
 
         Args:
-            replaced: Pairs of an original and the patched value.
+            replaced: Pairs of an original and its patched value.
             modules: Names of the modules that define the originals.
         """
-        # Skip our own modules (which keep the originals on purpose), torch's internals (which must
-        # keep calling the originals) and the proxy library.
+        # Skip our own modules (which deliberately keep the originals), torch's
+        # internals (which must keep calling the originals) and the proxy library.
         rebound = rebind(replaced, {"megatron_ext", "torch", "wrapt"})
         self._rebound_copies += rebound
         late_modules = {name for name in modules if name.startswith("megatron.")}
@@ -200,7 +200,7 @@ class Registry:
             )
 
     def _install_site(self, site: Site) -> bool:
-        """Install one site; keep a mismatch for `raise_mismatches`, since imports must not fail."""
+        """Install one site; keep any mismatch for `raise_mismatches`: imports must not fail."""
         patch = site.first
         module = sys.modules[patch.module]
         try:
@@ -219,8 +219,8 @@ class Registry:
         site.defined = vars(site.parent).get(site.attribute, MISSING)
         site.mismatch = drift.compare(site.target, site.original)
         if patch.kind == "set":
-            # Decide now: unlike a point, a value cannot check at each call whether its feature is
-            # on.
+            # Decide now: unlike a point, a value cannot check on every call whether its
+            # feature is on.
             if patch.acting() is None or drift.refuses(site.mismatch):
                 return False
             original = None if site.original is MISSING else site.original
@@ -228,9 +228,9 @@ class Registry:
             return True
         # Prefer the parent's own attribute: a lookup would bind a static or class method.
         wrapped = site.original if site.defined is MISSING else site.defined
-        # The point checks at each call whether the registry is active, because after an undo,
-        # references out of reach (default arguments, closures, partials) must behave like the
-        # original.
+        # The point checks on every call whether the registry is active: after an undo,
+        # references that cannot be reached (default arguments, closures, partials) must
+        # behave like the original.
         site.put(
             PatchPoint(
                 wrapped, partial(self._dispatch, site), enabled=lambda: self.active
@@ -257,10 +257,10 @@ class Registry:
             elif copy.names.get(copy.name) is copy.new:
                 copy.names[copy.name] = copy.old
         self._rebound_copies = remaining_copies
-        # Also restore copies that other code has created since, unless one value replaces several
-        # originals. Skip only our own modules, which own the replacements. Search torch's modules
-        # and classes too: some may have been imported since, and torch's compiler keeps functions
-        # of `torch.cuda` in classes.
+        # Also restore copies that other code has made since, unless one value replaces
+        # several originals. Skip only our own modules, which own the replacements.
+        # Search torch's modules and classes too: some may have been imported since, and
+        # torch's compiler keeps `torch.cuda` functions in classes.
         originals_of: dict[int, set[int]] = {}
         for patched, original in replaced:
             originals_of.setdefault(id(patched), set()).add(id(original))
@@ -275,7 +275,7 @@ class Registry:
     def _dispatch(
         self, site: Site, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs
     ) -> Any:
-        """Run one call of a patch point through the patches that are active now.
+        """Run one call to a patch point through the patches that are active now.
 
         Raises:
             UpstreamMismatch: The target is not the one that an acting patch was written for.
@@ -294,8 +294,8 @@ class Registry:
             self.acted.add(patch.id)
         call = wrapped
         for _, fn in acting[:0:-1]:
-            # Chain all patches but the outermost one, starting with the innermost. Each step has
-            # the target's signature, because wraps read the target's parameter names (`by_name`).
+            # Chain all patches except the outermost, starting with the innermost. Each
+            # step has the target's signature, because `by_name` reads its parameters.
             call = update_wrapper(partial(_step, fn, call, instance), wrapped)
         _, outermost = acting[0]
         return outermost(call, instance, args, kwargs)
@@ -303,7 +303,7 @@ class Registry:
     # -- looking ---------------------------------------------------------------------------------
 
     def rows(self) -> list[Row]:
-        """Return every patch's state, even for other releases, sorted by feature and id."""
+        """Return every patch's state, including for other releases, sorted by feature and id."""
         rows = [self._row(patch) for patch in self]
         return sorted(rows, key=lambda row: (row.feature, row.id, row.releases))
 
@@ -338,12 +338,12 @@ class Registry:
     def raise_mismatches(self) -> None:
         """Raise an error if active patches were not written for the installed Megatron.
 
-        With `MEGATRON_EXT_DRIFT=warn`, rank 0 logs one line about the differences instead. If all
-        patches in use fit a release that is newer than all known ones, rank 0 logs that once.
+        With `MEGATRON_EXT_DRIFT=warn`, rank 0 logs one line about the differences instead. If the
+        release is newer than all known ones but fits all patches in use, rank 0 logs that once.
 
         Raises:
             UpstreamMismatch: The first mismatch, unless `MEGATRON_EXT_DRIFT` allows it.
-            UserError: The variable has an invalid value, even without a mismatch.
+            UserError: The variable has an invalid value, even if there is no mismatch.
         """
         drift.policy()
         differences = []
@@ -364,15 +364,15 @@ class Registry:
 
 
 def _is_loaded(name: str) -> bool:
-    """Return whether a module is completely imported; otherwise it gets a post-import hook."""
+    """Return whether a module is fully imported; if not, it gets a post-import hook."""
     module = sys.modules.get(name)
-    # During its import, a module is already in sys.modules, but incomplete.
+    # A module is already in sys.modules during its import, but incomplete.
     spec = getattr(module, "__spec__", None)
     return module is not None and not getattr(spec, "_initializing", False)
 
 
 def _place_in_chain(patch_and_function: tuple[Patch, Call]) -> tuple[bool, int, str]:
-    """Return the key that sorts acting patches from the outermost to the innermost."""
+    """Return the key that sorts acting patches from outermost to innermost."""
     patch, _ = patch_and_function
     return patch.kind == "replace", patch.order, patch.id
 
@@ -382,13 +382,13 @@ def _check_replacements(site: Site, patches: Iterable[Patch]) -> None:
     if len(replacements) > 1:
         raise PatchConflict(
             f"{site.target} has {len(replacements)} active replacements, "
-            f"{', '.join(replacements)}; at most one is allowed: switch off all but one of these "
+            f"{', '.join(replacements)}, but at most one is allowed; turn off all but one of these "
             "features"
         )
 
 
 def _concerns_an_acting_patch(site: Site, mismatch: UpstreamMismatch) -> bool:
-    """Return whether a patch that needs the mismatching target would act."""
+    """Return whether a patch that needs the mismatched target would act."""
     is_missing = drift.is_missing(mismatch)
     for patch in site.patches:
         # Skip patches that do not require their target.
@@ -400,7 +400,7 @@ def _concerns_an_acting_patch(site: Site, mismatch: UpstreamMismatch) -> bool:
 
 
 def _difference(site: Site, mismatch: UpstreamMismatch) -> str:
-    """Return how a target differs, and whether a user's edits there still run."""
+    """Return how a target differs and whether a user's edits to it still run."""
     difference = f"{mismatch.target} has {mismatch.actual}"
     for patch in site.patches:
         if patch.kind == "replace" and patch.acting():

@@ -1,4 +1,4 @@
-"""Patches that run the chosen schedule, carry its messages, and seed micro-batches."""
+"""Patches that run the chosen schedule, carry its messages and seed micro-batches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _was_not_taken() -> bool:
     when=_was_not_taken,
 )
 def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
-    """Megatron would train with its own schedule, although another one was requested."""
+    """Megatron would train with its own schedule even though another one was requested."""
     from megatron_ext.config.flags import FLAGS
     from megatron_ext.errors import ConfigurationError
 
@@ -55,7 +55,7 @@ def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
         )
     raise ConfigurationError(
         "configure was called without sizes, and no host has supplied them before the first step; "
-        "give pipeline_ranks, num_microbatches and num_layers, or train with "
+        "pass pipeline_ranks, num_microbatches and num_layers, or train with "
         "megatron.bridge's pretrain or finetune"
     )
 
@@ -66,10 +66,10 @@ def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
     kind="replace",
 )
 def _run_table(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron runs only its own schedules, not the table of --pipeline-schedule."""
+    """Megatron runs only its own schedules, not the table that --pipeline-schedule selects."""
     from megatron_ext.runtime.entry import forward_backward, refuse_modules
 
-    # The arguments differ between releases, so check each one that may hold process groups.
+    # The arguments differ between releases, and any may hold process groups: check all.
     for groups in (*args, *kwargs.values()):
         refuse_modules(groups)
     return forward_backward
@@ -110,15 +110,15 @@ def _carries_messages() -> bool:
 def _check_built(
     in_force: active.Active, call: Call, instance: Any, args: Args, kwargs: Kwargs
 ) -> None:
-    """Some of Megatron's settings conflict with the schedule, and programs that call configure have
-    no arguments in which to check them earlier.
+    """Some Megatron settings conflict with the schedule, and programs that call configure have no
+    arguments to check earlier.
     """
     from megatron_ext.config.entrances import count_recomputation
     from megatron_ext.config.incompatible import refuse_built
 
     call(*args, **kwargs)
-    # Scripts with Megatron's command line may create a configuration for each micro-batch. Their
-    # flags have already been checked.
+    # Scripts with Megatron's command line may create a configuration per micro-batch;
+    # their flags have already been checked.
     if in_force.requested is None and in_force.runtimes is not None:
         return
     pipeline = in_force.pipeline or in_force.transport_only
@@ -131,15 +131,15 @@ def _check_built(
     "schedules.pairs",
     _CONFIG,
     when=lambda: (pipeline := active.pipeline()) is not None and pipeline.config.pairs,
-    order=20,  # inside schedules.model_config, which reads the true settings
+    order=20,  # inside schedules.model_config, which reads the real settings
 )
 def _check_without_overlap(
     call: Call, instance: Any, args: Args, kwargs: Kwargs
 ) -> None:
-    """Megatron checks the rules of the overlap in its interleaved schedule, but pairs have other
+    """Megatron checks the overlap rules of its interleaved schedule, but pairs have different
     limits.
     """
-    # During Megatron's check, turn off the overlap and the settings that it accepts only with it.
+    # During Megatron's check, turn off the overlap and the settings that depend on it.
     names = (
         "overlap_moe_expert_parallel_comm",
         "delay_wgrad_compute",
@@ -154,7 +154,7 @@ def _check_without_overlap(
 
 
 def stage_of_chunk(chunk: int) -> int:
-    """Return the stage of a chunk on this rank under Megatron's round-robin placement."""
+    """Return the stage of one of this rank's chunks under Megatron's round-robin placement."""
     from megatron.core import parallel_state
 
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
@@ -167,7 +167,7 @@ def stage_of_chunk(chunk: int) -> int:
     when=lambda: active.draws_by_microbatch() and not is_chosen(),
 )
 def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron draws dropout masks in the order of computation, but --microbatch-rng ties them to
+    """Megatron draws dropout masks in execution order, but --microbatch-rng ties them to
     micro-batches.
     """
     from megatron_ext.runtime.compute import rng_of_this_step
@@ -182,23 +182,23 @@ def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     "schedules.iteration", f"{_TRAINING}:train_step", when=active.draws_by_microbatch
 )
 def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not pass the iteration to schedules, which seed micro-batches with it."""
+    """Megatron does not pass schedules the iteration, which they use to seed micro-batches."""
     active.begin_iteration(kwargs["iteration"])
     return call(*args, **kwargs)
 
 
 @PATCHES.row("schedules.measured", f"{_TRAINING}:train")
 def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not log after training how long ranks were idle and how often they deviated
-    from the order of the table.
+    """After training, Megatron does not log how long ranks were idle or how often they deviated
+    from the table's order.
     """
     from megatron_ext.runtime.runtime import log_statistics
 
     try:
         result = call(*args, **kwargs)
     except SystemExit:
-        # Megatron (`--exit-interval`) or other code exits here, possibly on a single rank, so do
-        # not wait for the other ranks.
+        # Megatron (`--exit-interval`) or other code exits here, possibly on only one
+        # rank, so do not wait for the other ranks.
         log_statistics(of_all=False)
         raise
     log_statistics()
@@ -214,7 +214,7 @@ def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
 )
 def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Megatron reads batches from one iterator, but ranks with several chunks have a list of
-    iterators, and middle ranks have none, so --iterations-to-skip would raise an error.
+    iterators and middle ranks have none, so --iterations-to-skip would raise an error.
     """
     training = sys.modules[_TRAINING]
     data_iterator = args[0] if args else kwargs["data_iterator"]
@@ -228,8 +228,8 @@ def skip_batches(rerun_machine: Any, data_iterator: Any, num_batches: int) -> No
     Args:
         rerun_machine: Megatron's rerun state machine, which may rewind the data and run the step
             again.
-        data_iterator: The rank's iterator, or a list with one iterator for each chunk; None if the
-            rank reads no data.
+        data_iterator: The rank's iterator, or a list with one iterator per chunk; None if the rank
+            reads no data.
         num_batches: Number of batches to read from each iterator.
     """
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
@@ -250,9 +250,9 @@ def skip_batches(rerun_machine: Any, data_iterator: Any, num_batches: int) -> No
 def _count_tokens_once(
     pipeline: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> tuple[float | None, ...]:
-    """Megatron counts packed sequences once for each stage of a rank."""
+    """Megatron counts packed sequences once per stage on a rank."""
     placement = pipeline.placement
-    # The slices of a micro-batch need no correction: only the first slice is counted (patch
+    # A micro-batch's slices need no correction: only the first slice is counted (patch
     # `slices.packed_flops`).
     num_chunks = placement.num_stages // placement.num_ranks
     means = []
@@ -277,15 +277,15 @@ def _count_tokens_once(
 def _check_packing(
     pipeline: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron's packing scheduler assumes that the last rank holds the last stage, and distributes
-    samples to replicas like --pipeline-balance pack.
+    """Megatron's packing scheduler assumes that the last rank holds the last stage, and it
+    distributes samples across replicas as --pipeline-balance pack does.
     """
     from megatron_ext.errors import ConfigurationError
 
     if pipeline.placement.rank_of[-1] != pipeline.placement.num_ranks - 1:
         raise ConfigurationError(
             "{schedule:{c.schedule}} does not place its last stage on the last rank, where "
-            "Megatron's packing scheduler takes the labels; use 1f1b, gpipe, zb-h1 or interleaved",
+            "Megatron's packing scheduler reads the labels; use 1f1b, gpipe, zb-h1 or interleaved",
             c=pipeline.config,
         )
     if pipeline.config.balance == "pack":
@@ -300,12 +300,12 @@ def _check_packing(
     "pipeline.sends_own_storage", f"{_P2P}:_p2p_ops", when=always, feature="core"
 )
 def _send_aliases(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron's overlapped sends in interleaved schedules read freed memory: wrong values, NaN or
-    a hang.
+    """Megatron's overlapped sends in interleaved schedules read freed memory, which causes wrong
+    values, NaN or a hang.
     """
-    # The interleaved schedule frees an output (it swaps the tensor's `.data`) while its overlapped
-    # send is in flight. Holding the tensor does not prevent that, but an alias references the
-    # storage itself. Later upstream releases delay the freeing instead.
+    # The interleaved schedule frees an output (by swapping the tensor's `.data`) while
+    # its overlapped send is in flight. Holding the tensor does not prevent that, but an
+    # alias references the storage itself. Later upstream releases free it later.
     kwargs = {**kwargs}
     for name in ("tensor_send_prev", "tensor_send_next"):
         tensor = kwargs.get(name)
@@ -321,7 +321,7 @@ def _send_aliases(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     feature="transport",
 )
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not announce a step's messages, but a transport must know them beforehand."""
+    """Megatron does not announce a step's messages, but a transport must know them in advance."""
     from megatron_ext.runtime.runtime import in_force
 
     schedule = call(*args, **kwargs)
@@ -344,8 +344,8 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def _send_over_transport(
     _call: Call, _instance: Any, _args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron sends only over torch.distributed, not over --pipeline-transport. Also, its own
-    schedule would run in place of ours if a program has fetched it before configure.
+    """Megatron sends only over torch.distributed, not over --pipeline-transport, and its own
+    schedule would run instead of ours if a program fetched it before calling configure.
     """
     from megatron_ext.runtime.runtime import in_force
 
@@ -358,14 +358,14 @@ def _send_over_transport(
 
 
 def _error_of_stock_schedule() -> Exception:
-    """Return the error for running Megatron's own schedule although another one was chosen."""
+    """Return the error for running Megatron's own schedule when another one was chosen."""
     pipeline = active.pipeline()
     if pipeline is not None and active.required().requested is None:  # chosen by flags
         return effects.another_schedule(pipeline.name)
     configured = "a transport" if pipeline is None else f"schedule {pipeline.name}"
     return ScheduleError(
-        f"Megatron's own schedule runs although {configured} was configured; call "
-        "get_forward_backward_func after configure, or deconfigure first"
+        f"Megatron's own schedule is running although {configured} was configured; call "
+        "get_forward_backward_func after configure, or call deconfigure first"
     )
 
 
@@ -377,8 +377,8 @@ def _error_of_stock_schedule() -> Exception:
     feature="transport",
 )
 def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron rejects hyper-connections with several stages, because its messages are hidden_size
-    wide; ours have the shape of the stage's output, n streams wide.
+    """Megatron rejects hyper-connections with several stages because its messages are hidden_size
+    wide, but ours have the shape of the stage's output, n streams wide.
     """
     if (
         not instance.enable_mhc_connections
@@ -386,8 +386,8 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
     ):
         call(*args, **kwargs)
         return
-    # First create a copy with a single stage: its __post_init__ checks everything else about
-    # hyper-connections. Then hide the hyper-connections from the real configuration's check.
+    # First create a single-stage copy, whose __post_init__ checks everything else about
+    # hyper-connections. Then hide them from the real configuration's check.
     replace(
         instance,
         pipeline_model_parallel_size=1,
@@ -417,8 +417,8 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
     f"{_OFFLOAD}:FineGrainedActivationOffloadingInterface.init_chunk_handler",
 )
 def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> None:
-    """Megatron derives the order in which activations are reloaded from the virtual stages, but
-    that order is defined by the table.
+    """Megatron derives the activation reload order from the virtual stages, but the table defines
+    that order.
     """
     from megatron_ext.runtime.runtime import in_force
 
@@ -431,9 +431,8 @@ def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -
     kind="replace",
 )
 def _begun_forward(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> Any:
-    """Megatron considers a forward pass finished once everything that it offloads has left the
-    device. So a stage with one layer, which keeps its activations, would take the next forward
-    pass's place.
+    """Megatron considers a forward pass finished once everything it offloads has left the device,
+    so a one-layer stage, which keeps its activations, would take the next forward pass's place.
     """
     return manager.cur_forward_chunk()  # None in evaluations
 
@@ -443,7 +442,7 @@ def _begun_forward(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> A
 )
 def _await_return(call: Call, handler: Any, args: Args, kwargs: Kwargs) -> Any:
     """Megatron reads a saved tensor before its copy is complete if groups are nested (attn_norm
-    around qkv_linear), or if a backward pass directly follows its forward pass in the first step.
+    around qkv_linear) or a backward pass immediately follows its forward pass in the first step.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Patches that let schedules compute weight gradients after input gradients.
 
-Patches on layers act only inside `SplitBackward.defer`, which the executor enters for the backward
-pass of an I.
+Layer patches act only inside `SplitBackward.defer`, which the executor enters for an I's backward
+pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _splits() -> Any:
 
 
 def _deferring() -> Any:
-    """Return the collector of deferred weight gradients; None unless the executor runs an I."""
+    """Return the collector of deferred weight gradients, or None if no I is running."""
     splits = _splits()
     return splits if splits is not None and splits.is_deferring else None
 
@@ -38,7 +38,7 @@ def _deferring() -> Any:
     of=_deferring,
 )
 def _linear(splits: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron computes both gradients of a linear layer at once, but W must compute one later."""
+    """Megatron computes a linear layer's gradients together, but W must compute one of them."""
     from megatron_ext.runtime.split_linear import linear_backward
 
     return linear_backward(call, splits, *args, **kwargs)
@@ -52,8 +52,8 @@ def _linear(splits: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     ),
 )
 def _config(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron's constructor rejects deferred weight gradients, which TE's layers support only if
-    they are built for it.
+    """Megatron's constructor rejects deferred weight gradients, but TE's layers support them only
+    if built for it.
     """
     from megatron_ext.config.incompatible import why_not_split
 
@@ -67,14 +67,14 @@ def _config(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
 def prepare_config(config: Any) -> None:
     """Make Transformer Engine's layers defer their weight gradients to W.
 
-    Call it after creating the `TransformerConfig` and before building the model. Without
-    Transformer Engine, it changes nothing.
+    Call it after creating the `TransformerConfig` and before building the model. The call has no
+    effect without Transformer Engine.
     """
     from megatron_ext.config.incompatible import uses_te
 
     if uses_te(config):
-        # Megatron allows this only together with its own overlap of expert communication, but it
-        # checks the rule only when a configuration is created.
+        # Megatron allows this only with its own expert communication overlap, but it
+        # only checks that when a configuration is created.
         config.delay_wgrad_compute = True
         # A reduce-scatter during W would delay the input gradient, which I must deliver early.
         config.tp_comm_bulk_wgrad = False
@@ -84,16 +84,16 @@ def prepare_config(config: Any) -> None:
     "split_backward.grouped_experts",
     "megatron.core.transformer.moe.grouped_gemm_util:ops",
     kind="set",
-    # Without the package, `ops` is None.
+    # If the package is not installed, `ops` is None.
     when=lambda: find_spec("grouped_gemm") is not None,
     until=(0, 17),
 )
 def _grouped_ops(original: Any) -> Any:
-    """Megatron computes both gradients for grouped experts at once."""
+    """Megatron computes grouped experts' gradients together, but W must compute one of them."""
 
     def gmm(*args: Any, **kwargs: Any) -> Any:
-        # Check at each call: the row's `when` is evaluated only once, before a configuration is
-        # active, because the row is a `set`.
+        # Check on every call: because the row is a `set`, its `when` is evaluated only
+        # once, before any configuration is active.
         splits = _splits()
         if splits is None or not splits.is_in_use:
             return original.gmm(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Patches that report the parts of a training step outside its table to observers.
+"""Patches that tell observers about the parts of a training step outside its table.
 
 A training step begins when the schedule is called and ends after the optimizer. The executor itself
-reports the actions in our tables; the patches here report the actions in Megatron's own schedules.
+reports the actions in our tables; these patches report the actions in Megatron's own schedules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from megatron_ext.schedules.table.actions import Action, Kind
 from megatron_ext.tracing import digest_files
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-# Attribute on an output tensor: (chunk, micro-batch) of its forward pass, for the backward pass.
+# Attribute on an output tensor: its forward pass's (chunk, micro-batch), for the
+# backward pass.
 _ACTION = "_megatron_ext_action"
 
 PATCHES = PatchTable(feature="trace")
@@ -51,9 +52,9 @@ def _observed() -> active.Active | None:
 
 
 def _observed_stock() -> active.Active | None:
-    """Return the active configuration if it has observers and Megatron's own schedule runs."""
+    """Return the active configuration if it has observers and Megatron's schedule is running."""
     in_force = _observed()
-    # The executor reports the actions in tables and roles.
+    # The executor reports actions for tables and roles.
     if in_force is None or in_force.pipeline or in_force.job:
         return None
     return in_force
@@ -66,7 +67,7 @@ def _observed_stock() -> active.Active | None:
     order=-10,
 )
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not report the start of training steps to --trace and --hang-timeout."""
+    """Megatron does not report when training steps start, which --trace and --hang-timeout need."""
     from megatron_ext.tracing.session import subscribe
 
     schedule = call(*args, **kwargs)
@@ -76,12 +77,12 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         in_force = active.active()
         if in_force is None:
             return schedule(*args, **kwargs)
-        # Subscribe here: the process groups exist by now, and the runtime does not exist yet.
+        # Subscribe here: the process groups exist by now, but the runtime does not.
         subscribe(in_force)
         observers = in_force.observers
         if kwargs.get("forward_only"):
-            # An evaluation is not part of a step. Complete the previous step here, because nothing
-            # else does if the program uses an optimizer other than Megatron's.
+            # An evaluation is not part of a step. Complete the previous step here,
+            # because nothing else does if the program has its own optimizer.
             for observer in observers:
                 observer.end_iteration()
             observers = []
@@ -89,10 +90,11 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
             observer.begin_iteration(kwargs["num_microbatches"])
         try:
             result = schedule(*args, **kwargs)
-        # A successful step ends with the optimizer, so report only the end of a failed step.
+        # A successful step ends with the optimizer, so report only a failed step's end.
         except BaseException:
             for observer in observers:
-                # If the device has failed, this call fails too, but must not hide the first error.
+                # If the device has failed, this call fails too; do not let it hide the
+                # first error.
                 with suppress(RuntimeError):
                     observer.end_iteration()
             raise
@@ -107,10 +109,10 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     "trace.digests",
     f"{_SCHEDULES}:get_forward_backward_func",
     when=_records_digests,
-    order=-11,  # outside of trace.steps, which reports to the recorder
+    order=-11,  # outside trace.steps, which reports to the recorder
 )
 def _record_digests(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not record digests of its tensors, which show where two runs first differ."""
+    """Megatron does not record tensor digests, which show where two runs first differ."""
     schedule = call(*args, **kwargs)
 
     @functools.wraps(schedule)
@@ -132,7 +134,7 @@ def _record_digests(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 
 
 def _observe_collective(name: str, patch: str, target: str, reason: str) -> None:
-    """Add a row that reports calls to a target to observers, as a collective with this name."""
+    """Add a row that reports a target's calls to observers as a collective with this name."""
 
     @PATCHES.row(patch, target, reason, of=_observed)
     def run(
@@ -151,7 +153,7 @@ _observe_collective(
     "reduce",
     "trace.reduction",
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
-    "Megatron does not record the reduction of gradients in a step, which --trace needs.",
+    "Megatron does not record a step's gradient reduction, which --trace needs.",
 )
 # A chained optimizer calls the others, so observers count nested calls.
 for _optimizer in ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer"):
@@ -185,8 +187,8 @@ def _backward(
     in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """Megatron does not record its own schedules' backward passes, which --trace needs."""
-    # Megatron passes only the output that the backward pass starts from, which `_forward` has
-    # marked.
+    # Megatron passes only the output that the backward pass starts from, which
+    # `_forward` marked.
     output = args[1] if len(args) > 1 else kwargs["output_tensor"]
     if isinstance(output, list):
         output = output[0]
@@ -201,10 +203,10 @@ def _action(kind: Kind, chunk: int, microbatch: int) -> Action:
 def _reported(
     in_force: active.Active, call: Call, action: Action, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Run an action, and report its start and its end to observers."""
+    """Run an action and report its start and end to observers."""
     for observer in in_force.observers:
         observer.begin_action(action)
-    # If the action fails, `end_iteration` closes what the observers have opened.
+    # If the action fails, `end_iteration` closes whatever the observers have opened.
     result = call(*args, **kwargs)
     for observer in in_force.observers:
         observer.end_action(-1, action)  # no position in a table
@@ -213,8 +215,8 @@ def _reported(
 
 @PATCHES.row("trace.scalars", "megatron.training.training:training_log", when=is_chosen)
 def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron does not write bubble, traffic and order to its TensorBoard and W&B writers."""
-    # Use Megatron's own writers, so that our values appear in the same run as the loss.
+    """Megatron does not write the bubble, traffic or order to its TensorBoard and W&B writers."""
+    # Use Megatron's own writers to put our values in the same run as the loss.
     from megatron.training import global_vars
 
     from megatron_ext.tracing import scalars

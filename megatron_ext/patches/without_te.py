@@ -1,7 +1,7 @@
 """Patches for machines without Transformer Engine, where Megatron's own layers replace TE's.
 
-Without Transformer Engine, upstream tests little more than the import. Each patch repairs a feature
-that upstream intends to support but that fails.
+Without Transformer Engine, upstream tests little beyond the import. Each patch fixes a feature that
+upstream means to support but that fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PATCHES = PatchTable(when=_without_te)
 
 @PATCHES.row("attention.packed", f"{_ATTENTION}.forward")
 def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron leaves packed sequences (--sft) to Transformer Engine: AssertionError."""
+    """Megatron supports packed sequences (--sft) only with Transformer Engine (AssertionError)."""
     # Query, key and value are `[t, heads, head_width]`; the result is `[t, heads * head_width]`.
     names = ("query", "key", "value", "attention_mask")
     inputs = dict(zip(names, args, strict=False), **kwargs)
@@ -43,20 +43,20 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     width = instance.hidden_size_per_partition
     num_tokens, num_heads = query.shape[:2]
     head_width = width // num_heads
-    # Since 0.19, the values in multi-latent attention arrive padded to the width of the keys.
+    # Since 0.19, multi-latent attention's values arrive padded to the key width.
     padding = value.shape[-1] - head_width
     value = value[..., :head_width]
     if packed.qkv_format != "thd":
         raise UserError(
-            f"attention with qkv_format {packed.qkv_format!r} needs Transformer Engine, which is "
-            "not installed; install it, or pack with qkv_format 'thd'"
+            f"attention with qkv_format {packed.qkv_format!r} requires Transformer Engine, which "
+            "is not installed; install it, or pack with qkv_format 'thd'"
         )
-    # Import it here: patch tables are imported before torch.
+    # Import torch here: patch tables must not import it when they load.
     import torch
 
-    # A packed batch holds several sequences one after the other, and a token attends only to tokens
-    # in its own sequence, so the mask is block-diagonal. One call for each sequence computes only
-    # the blocks on the diagonal.
+    # A packed batch holds several sequences back to back, and a token attends only to
+    # tokens in its own sequence, so the mask is block-diagonal. One call per sequence
+    # computes only the diagonal blocks.
     is_causal = "causal" in instance.attn_mask_type.name
     outputs = []
     next_token = 0
@@ -90,7 +90,7 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _mask_of_last_queries(num_queries: int, num_keys: int, device: Any) -> Any:
-    """Return a causal mask for queries that are the last tokens: bool `[1, 1, queries, keys]`."""
+    """Return a causal mask for queries that are the last tokens, bool `[1, 1, queries, keys]`."""
     import torch
 
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
@@ -98,14 +98,14 @@ def _mask_of_last_queries(num_queries: int, num_keys: int, device: Any) -> Any:
 
 
 def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int, int]]:
-    """Yield the first token of each sequence in a packed batch, and the token after its end.
+    """Yield the first token of each sequence in a packed batch and the token after its last.
 
     Empty sequences are skipped. Upstream's `PackedSeqParams` holds cumulative lengths starting at
     0, int32 `[sequences + 1]`: `cu_seqlens_q` for queries, `cu_seqlens_kv` for keys and values, and
-    `..._padded` with padding.
+    `..._padded` for lengths that include padding.
 
     Raises:
-        UserError: The sequences are not in ascending order, or exceed the batch.
+        UserError: The sequences are not in ascending order or exceed the batch.
     """
     name = f"cu_seqlens_{of}"
     sums: list[int] = getattr(packed, name).tolist()
@@ -128,13 +128,13 @@ def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int
 
 @PATCHES.row("attention.head_widths", f"{_ATTENTION}.__init__", when=always)
 def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Multi-latent attention passes k_channels and v_channels, which only TE accepts: TypeError."""
+    """Multi-latent attention passes k_channels and v_channels, but only TE accepts them."""
     kwargs = dict(kwargs)
     # The layer does not need k_channels, because the key width follows from the tensors.
     kwargs.pop("k_channels", None)
     v_channels = kwargs.pop("v_channels", None)
     call(*args, **kwargs)
-    # Upstream derives the output width from `kv_channels`, but the values determine the width.
+    # Upstream derives the output width from `kv_channels`, but the values determine it.
     if v_channels is not None:
         instance.hidden_size_per_partition = (
             v_channels * instance.num_attention_heads_per_partition
@@ -149,10 +149,10 @@ def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -
 def _norm_with_sequence_parallel(
     call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """The torch norm, the only one without TE and Apex, rejects sequence parallelism."""
-    # A norm acts on each token separately, so it can run on a split sequence. Only the gradients of
-    # its parameters must be summed over the tensor-parallel group, which `finalize_model_grads`
-    # does for parameters that are marked `sequence_parallel`.
+    """The torch norm, the only one available without TE and Apex, rejects sequence parallelism."""
+    # A norm acts on each token separately, so it can run on a split sequence. Only its
+    # parameters' gradients must be summed across the tensor-parallel group, which
+    # `finalize_model_grads` does for parameters marked `sequence_parallel`.
     arguments = by_name(call, args, kwargs)
     config = arguments["config"]
     if not config.sequence_parallel:
@@ -170,7 +170,7 @@ def _norm_with_sequence_parallel(
     "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
 )
 def _without_fp8(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Megatron mistakes fp8=False, the default, for FP8, so --recompute-modules layernorm raises
+    """Megatron treats the default, fp8=False, as FP8, so --recompute-modules layernorm raises
     NameError.
     """
     # Pass None, which means no FP8; upstream tests `is not None`.
@@ -206,7 +206,7 @@ PATCHES.row(
     "moe.router_gemm",
     "megatron.core.transformer.moe.moe_utils:te_general_gemm",
     "The router tests `te_general_gemm is not None`, but the name is bound only if Transformer "
-    "Engine is installed: NameError.",
+    "Engine is installed (NameError).",
     kind="set",
     creates=True,
     until=(0, 17),

@@ -1,1 +1,1 @@
-"""Plans a training run's layout: model sizes, memory, time, cuts, a bound and a search."""
+"""Plans a training run's layout: model sizes, memory, time, cuts, bounds and the search."""

@@ -1,4 +1,4 @@
-"""Lower bound on a table's time over all cuts of the layers that fit into memory."""
+"""Computes a lower bound on a table's time over all cuts of the layers that fit in memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Row, Schedule
 
 _ROUNDING = 1e-9
-"""Slack in layers, so that rounding errors exclude no division of layers that fits."""
+"""Slack, in layers, so that rounding errors do not exclude a division of layers that fits."""
 _FORWARD_CHANGE = {"F": 1, "W": 0}
-"""Change in the number of live micro-batches on a stage, by action; -1 for all other actions."""
+"""Change in the number of live micro-batches on a stage, by action; -1 for actions not listed."""
 _WAITING_CHANGE = {"I": 1, "W": -1}
 """Change in the number of weight gradients waiting on a stage, by action."""
 
 
 class StageLoad(NamedTuple):
-    """The data that one stage keeps at a given moment of a step."""
+    """A stage's load at a given moment."""
 
     live: int
     """Number of micro-batches between their forward and backward passes."""
@@ -34,29 +34,29 @@ class StageLoad(NamedTuple):
 
 
 class RowUse(NamedTuple):
-    """Summary of a rank's row. Stages are identified by position among the rank's stages."""
+    """Summary of a rank's row. Stages are identified by their position among the rank's stages."""
 
     fullest_moments: list[list[StageLoad]]
-    """Loads on all stages at the moments that no other moment exceeds. For ranks with more than two
+    """The stages' loads at every moment that no other moment exceeds. For ranks with more than two
     stages, only the two fullest moments are kept."""
     num_pairs: Counter[tuple[int, int]]
     """(position of the forward stage, position of the backward stage) -> number of pairs."""
 
 
-# Live micro-batches and waiting weight gradients on each stage in turn. The tuple is flat because a
-# row's moments are compared number by number.
+# For each stage in turn, the live micro-batches and the waiting weight gradients. The
+# tuple is flat because moments are compared number by number.
 _Moment = tuple[int, ...]
 
 
 def uses_of(table: Schedule) -> list[RowUse]:
-    """Return a summary of each rank's row."""
+    """Return a summary of every rank's row."""
     uses = []
     for rank, row in enumerate(table.rows):
         stages = table.placement.stages_of[rank]
         position_of = {stage: position for position, stage in enumerate(stages)}
         moments = _moments(row, position_of)
-        # The number of moments to keep grows rapidly with the number of stages, and each moment is
-        # tried with each division of the layers.
+        # The number of moments to keep grows rapidly with the number of stages, and
+        # every moment is tried with every division of the layers.
         if len(stages) <= 2:
             fullest = _unexceeded(moments)
         else:
@@ -77,9 +77,9 @@ def _stage_loads(moment: _Moment) -> list[StageLoad]:
 
 
 def _moments(row: Row, position_of: Mapping[int, int]) -> set[_Moment]:
-    """Return the distinct loads that a rank reaches after the actions in its row."""
+    """Return the distinct loads that a rank has after each action in its row."""
     moments = set()
-    # For each stage in turn: the live micro-batches and the waiting weight gradients.
+    # For each stage in turn, the live micro-batches and the waiting weight gradients.
     loads = [0] * 2 * len(position_of)
     for stage, kind, *_ in row:
         live_index = 2 * position_of[stage]
@@ -92,7 +92,7 @@ def _moments(row: Row, position_of: Mapping[int, int]) -> set[_Moment]:
 def _unexceeded(moments: set[_Moment]) -> set[_Moment]:
     """Return the moments that no other moment exceeds in every number."""
     unexceeded: set[_Moment] = set()
-    # In descending order of sums, no moment can exceed an earlier one.
+    # The sums are in descending order, so no moment can exceed an earlier one.
     for moment in sorted(moments, key=sum, reverse=True):
         if not any(_exceeds(fuller, moment) for fuller in unexceeded):
             unexceeded.add(moment)
@@ -100,14 +100,14 @@ def _unexceeded(moments: set[_Moment]) -> set[_Moment]:
 
 
 def _exceeds(fuller: _Moment, moment: _Moment) -> bool:
-    """Return whether every stage keeps at least as much at the fuller moment."""
+    """Return whether every stage keeps at least as much at `fuller` as at `moment`."""
     return all(
         load <= fuller_load for load, fuller_load in zip(moment, fuller, strict=True)
     )
 
 
 def _two_fullest(moments: set[_Moment]) -> set[_Moment]:
-    """Return the moments with the largest sum and with the largest minimum over stages."""
+    """Return the moment with the largest sum and the one with the largest minimum over stages."""
     fullest_at_all_stages = max(
         moments, key=lambda moment: (min(moment[::2]), sum(moment))
     )
@@ -118,45 +118,45 @@ def _two_fullest(moments: set[_Moment]) -> set[_Moment]:
 class CutBound:
     """Bounds a table's time over all cuts.
 
-    A rank runs its row after the forward passes on the stages before its first action, and before
-    the backward passes on the stages before its last action. So by a given time, it can finish only
-    a limited number of layers, and its memory also holds only a limited number. The bound is the
-    time by which all layers of each kind fit on the ranks. For a rank with one or two stages, all
-    divisions of its layers among the stages are tried. More than two stages are treated as a single
-    stage, in which each layer has its lowest cost on any of them.
+    A rank's row starts after the forward passes on all stages before its first action's stage and
+    ends before the backward passes on all stages before its last action's stage. By a given time, a
+    rank can therefore finish only so many layers, and only so many fit in its memory. The bound is
+    the time by which the ranks can finish all layers of every kind. For a rank with one or two
+    stages, all divisions of its layers among the stages are tried. More than two stages are treated
+    as a single stage in which every layer costs as little as on the cheapest of them.
     """
 
     table: Schedule
     uses: Sequence[RowUse]
     layers: Sequence[Part]
     first: Part
-    """Extra part in the first stage."""
+    """The first stage's extra part."""
     last: Part
-    """Extra part in the last stage."""
+    """The last stage's extra part."""
     min_layers: Sequence[int]
-    """Minimum number of layers in each stage. The model has at least as many layers as their
-    sum."""
+    """Minimum number of layers in each stage. Their sum must not exceed the model's number of
+    layers."""
     overlap: float
-    """Largest share of the exchange that pairs can hide."""
+    """Maximum share of the exchange that pairs can hide."""
     microbatches_beyond: float
-    """Number of micro-batches in a row beyond those in the table."""
+    """Number of micro-batches that a row runs in addition to those in the table."""
     memory_bytes: float
-    """Memory on a rank."""
+    """Memory that a rank may use."""
     static_bytes: Callable[[Part], float]
-    """Returns the bytes for a part's weights, gradients and optimizer states."""
+    """Returns the size of a part's weights, gradients and optimizer states."""
 
     def span_s(self) -> float:
-        """Return a lower bound, in seconds, on a step with any cut; infinite if no cut fits."""
+        """Return a lower bound on the table's time with any cut; infinite if no cut fits."""
         span_s = 0.0
         outside_s = [self._outside_s(row) for row in self.table.rows]
         stages_of = self.table.placement.stages_of
-        # Bound the time for each kind of layer separately, and return the highest bound.
+        # Bound the time for each layer kind separately and return the highest bound.
         for layer, num_layers in Counter(self.layers).items():
             ladders = [_Ladder(self, rank, layer) for rank in range(len(outside_s))]
             # Layers that a stage has in every cut are already in `fixed`.
             num_left = num_layers
-            # For each rank, the time at which it would finish with one more layer of this kind:
-            # (time, rank, number of extra layers).
+            # For every rank, the time at which it would finish if it had one more layer
+            # of this kind: (time, rank, number of extra layers).
             candidates: list[tuple[float, int, int]] = []
             for rank, ladder in enumerate(ladders):
                 span_s = max(span_s, outside_s[rank] + ladder.least_s(0))
@@ -165,8 +165,8 @@ class CutBound:
                         num_left -= self.min_layers[stage]
                 candidates.append((outside_s[rank] + ladder.least_s(1), rank, 1))
             heapify(candidates)
-            # Assign each layer to the rank that would finish first with it. No other assignment
-            # finishes earlier.
+            # Assign each layer to the rank that would finish it first. No other
+            # assignment finishes earlier.
             for _ in range(num_left):
                 end_s, rank, num_extra = candidates[0]
                 span_s = max(span_s, end_s)
@@ -178,9 +178,9 @@ class CutBound:
 
     @cached_property
     def kinds(self) -> list[set[Part]]:
-        """The kinds of layers that each stage may have with some cut."""
-        # A stage starts at the earliest where all earlier stages have their minimum, and at the
-        # latest after all spare layers.
+        """By stage: the layer kinds that appear on it in some cut."""
+        # At the earliest, a stage starts where all earlier stages have their minimum.
+        # At the latest, it starts after all spare layers as well.
         num_spare = len(self.layers) - sum(self.min_layers)
         kinds = []
         begin = 0
@@ -192,7 +192,7 @@ class CutBound:
 
     @cached_property
     def fixed(self) -> list[Part]:
-        """The minimum work and memory on each stage with any cut."""
+        """By stage: the minimum work and memory over all cuts."""
         fixed = []
         for stage, kinds in enumerate(self.kinds):
             parts: list[Part] = []
@@ -210,7 +210,7 @@ class CutBound:
         if len(kinds) == 1:
             [layer] = kinds
             return layer
-        # The fastest passes and the smallest sizes may come from different kinds of layers.
+        # The fastest passes and the smallest sizes may come from different layer kinds.
         fastest = min(
             (beside(layer, self.overlap) for layer in kinds), key=lambda part: part.work
         )
@@ -219,7 +219,7 @@ class CutBound:
             forward=fastest.forward,
             input=fastest.input,
             weight=fastest.weight,
-            exchange=0.0,  # `beside` has already hidden all that can be hidden
+            exchange=0.0,  # `beside` has already removed all that can be hidden
         )
 
     @cached_property
@@ -229,19 +229,19 @@ class CutBound:
 
     @cached_property
     def _backwards_before_s(self) -> dict[str, list[float]]:
-        """By kind of the last action and by stage: seconds of backward passes on earlier stages."""
+        """By the last action's kind and by stage: seconds of backward passes on earlier stages."""
         hidden = [beside(part, self.overlap) for part in self.fixed]
         whole_backwards_s = [part.input + part.weight for part in hidden]
         inputs_s = [part.input for part in hidden]
         return {
             "B": [0.0, *accumulate(whole_backwards_s)],
             "I": [0.0, *accumulate(inputs_s)],
-            # No other stage needs a weight gradient, so no action follows W.
+            # No other stage needs a weight gradient, so nothing has to follow W.
             "W": [0.0] * (len(hidden) + 1),
         }
 
     def _outside_s(self, row: Row) -> float:
-        """Return the seconds before the first action in a row and after the last one."""
+        """Return the seconds before a row's first action and after its last one."""
         first_stage = row[0].stage
         last_stage, last_kind, *_ = row[-1]
         return (
@@ -251,21 +251,21 @@ class CutBound:
 
     @cached_property
     def fixed_bytes(self) -> list[float]:
-        """By stage: the bytes of weights, gradients and optimizer states with any cut."""
+        """By stage: the minimum bytes of weights, gradients and optimizer states over all cuts."""
         return [self.static_bytes(part) for part in self.fixed]
 
 
 class _FreeMemory(NamedTuple):
-    """Memory at one moment in a rank's row."""
+    """A rank's free memory at one moment in its row."""
 
     free_bytes: float
     """Memory that the fixed parts of the rank's stages do not use."""
     bytes_per_layer: list[float]
-    """Bytes for each additional layer, by stage."""
+    """By stage: bytes per additional layer."""
 
 
 class _Passes(NamedTuple):
-    """Seconds that a stage's passes take in pairs, for some number of layers."""
+    """The duration of a stage's passes in pairs, for some number of layers."""
 
     forward_s: float
     input_s: float
@@ -274,7 +274,7 @@ class _Passes(NamedTuple):
 
 
 class _Ladder:
-    """A rank's minimum time, by the number of extra layers of one kind on its stages."""
+    """A rank's minimum time by the number of extra layers, all of one kind, on its stages."""
 
     def __init__(self, cut: CutBound, rank: int, layer: Part) -> None:
         self._cut, self._layer = cut, layer
@@ -295,18 +295,18 @@ class _Ladder:
                     layer_bytes + load.live * layer.saved + load.waiting * layer.waiting
                 )
             self._free_memory.append(_FreeMemory(moment_bytes, bytes_per_layer))
-        # Layers pair one to one, which determines the length of a pair only if all layers are
-        # equal.
+        # Layers pair one to one, which determines a pair's duration only if all layers
+        # are of the same kind.
         is_alike = len(stages) <= 2 and all(
             cut.kinds[stage] == {layer} for stage in stages
         )
         self._counts_pairs = is_alike and bool(self._num_pairs)
-        # Indexed by stage and number of extra layers; extended on demand.
+        # Indexed by stage and number of extra layers, and extended on demand.
         self._row_s: list[list[float]] = [[] for _ in stages]
         self._passes: list[list[_Passes]] = [[] for _ in stages]
 
     def least_s(self, num_extra: int) -> float:
-        """Return the minimum seconds for a row with this many extra layers.
+        """Return a row's minimum time in seconds with this many extra layers.
 
         The result is infinite if no division fits.
         """
@@ -315,10 +315,12 @@ class _Ladder:
         if len(self._stages) == 2:
             return self._least_of_two_s(num_extra)
         for moment in self._free_memory:
-            # An extra layer needs at least this much memory, whichever stage it is in.
+            # Whichever stages the extra layers are in, they need at least this much
+            # memory.
             if num_extra * min(moment.bytes_per_layer) > moment.free_bytes:
                 return math.inf
-        # With more than two stages, assume that each extra layer goes where it costs the least.
+        # With more than two stages, assume that every extra layer goes where it costs
+        # the least.
         least_s = sum(row_s[0] for row_s in self._row_s)
         least_s += min(row_s[num_extra] - row_s[0] for row_s in self._row_s)
         if self._counts_pairs:
@@ -326,14 +328,14 @@ class _Ladder:
         return least_s
 
     def _least_of_two_s(self, num_extra: int) -> float:
-        """Return the minimum seconds over all divisions of the extra layers between two stages."""
+        """Return the minimum time over all divisions of the extra layers between two stages."""
         first_s, second_s = self._row_s
         fewest_on_first = 0
         most_on_first = num_extra
         for moment in self._free_memory:
             on_first, on_second = moment.bytes_per_layer
-            # Start with all extra layers on the second stage. Each layer that moves to the first
-            # stage frees `on_second` bytes and needs `on_first` bytes.
+            # Start with all extra layers on the second stage. Moving a layer to the
+            # first stage frees `on_second` bytes and needs `on_first` bytes.
             free_bytes = moment.free_bytes - num_extra * on_second
             moved_bytes = on_first - on_second
             if moved_bytes > 0:
@@ -353,7 +355,7 @@ class _Ladder:
         return least_s
 
     def _add_layer(self) -> None:
-        """Extend the times on all stages by one extra layer."""
+        """Extend the times of all stages by one extra layer."""
         cut = self._cut
         layer = self._layer
         num_extra = len(self._row_s[0])
@@ -366,11 +368,12 @@ class _Ladder:
             input_s = part.input + num_extra * layer.input
             # A stage without layers may compute nothing.
             hidden_share = exchange_s / (forward_s + input_s or 1.0)
-            # Assume that micro-batches beyond the table hide all of the exchange that pairs can
-            # hide.
+            # Assume that micro-batches beyond the table hide as much of the exchange as
+            # pairs can hide.
             row_s = num_microbatches * work_s - cut.microbatches_beyond * exchange_s
             if not self._counts_pairs:
-                # Assume that a pair hides as much as it can, however long the partner is.
+                # Assume that a pair hides as much as it can, however long the partner
+                # is.
                 for (forward, backward), num_pairs in self._num_pairs.items():
                     paired_s = forward_s * (forward == position) + input_s * (
                         backward == position
@@ -380,7 +383,7 @@ class _Ladder:
             self._passes[position].append(_Passes(forward_s, input_s, hidden_share))
 
     def _hidden_s(self, num_extra_by_stage: Sequence[int]) -> float:
-        """Return the seconds of all-to-all that pairs hide with these numbers of extra layers."""
+        """Return how many seconds of all-to-all pairs hide with these numbers of extra layers."""
         passes = []
         for stage_passes, num_extra in zip(
             self._passes, num_extra_by_stage, strict=True
@@ -390,7 +393,7 @@ class _Ladder:
         for (forward_position, backward_position), num_pairs in self._num_pairs.items():
             forward = passes[forward_position]
             backward = passes[backward_position]
-            # Layers pair one to one, so the longer stage's surplus layers run alone.
+            # Layers pair one to one, so the larger stage's surplus layers run alone.
             paired_s = min(forward.forward_s, backward.forward_s)
             hidden_s += num_pairs * forward.hidden_share * paired_s
             paired_share = min(1.0, paired_s / (backward.forward_s or math.inf))

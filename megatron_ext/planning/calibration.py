@@ -1,9 +1,9 @@
-"""Corrects the costs of model parts with measurements.
+"""Uses measurements to correct the estimated costs of model parts.
 
-A measurement is stored as factors: measured seconds divided by the seconds from the formula, for
-the computation in a forward pass, an input gradient and a weight gradient. The measurement
-therefore also applies to other shardings of a layer and to other micro-batches. Communication is
-always estimated by formula.
+A measurement is stored as three factors: measured time divided by estimated time, for the
+computation in the forward pass, the input gradient and the weight gradient. The factors therefore
+apply to other shardings of a layer and other micro-batch sizes as well. Communication is always
+estimated by formula.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MIN_FACTOR = 0.01
 
 
 class Passes(NamedTuple):
-    """Seconds, or factors, for a part's three passes."""
+    """Times in seconds, or factors, for a part's three passes."""
 
     forward: float
     input: float
@@ -40,7 +40,7 @@ def computation(
     device: DeviceKind,
     mode: frozenset[str],
 ) -> Part:
-    """Return a part's cost by formula, without the time on links."""
+    """Return a part's estimated cost, excluding communication time."""
     instant_links = replace(
         device, link_bytes=1e30, network_bytes=1e30, message_s=0.0, hop_s=0.0
     )
@@ -56,9 +56,9 @@ def part_of(
     *,
     holds_embedding: bool = True,
 ) -> Part:
-    """Return a part's cost (see `layer_costs.part_of`), corrected by its measurements.
+    """Return a part's cost (see `layer_costs.part_of`), corrected by the part's measurements.
 
-    Multi-token prediction uses the measurements for its kind of layer.
+    Multi-token prediction uses the measurements for its layer kind.
     """
     part = layer_costs.part_of(
         model, kind, sharding, device, mode, holds_embedding=holds_embedding
@@ -68,10 +68,10 @@ def part_of(
     if factors is None:
         return part
     forward_factor, input_factor, weight_factor = factors
-    # Scale only the computation. The communication in `part` stays the same.
+    # Scale only the computation in `part`, not the communication.
     computed = computation(model, kind, sharding, device, mode)
-    # Treat recomputation separately, because it needs the factor for the forward pass instead of
-    # the factor for the input gradient.
+    # Handle recomputation separately, because the forward pass's factor applies to it,
+    # not the input gradient's.
     plain = computation(model, kind, sharding, device, frozenset())
     recomputed_s = computed.input - plain.input
     return part._replace(
@@ -91,12 +91,12 @@ def parts_of(
     *,
     holds_embedding: bool = True,
 ) -> tuple[list[Part], Part, Part]:
-    """Return all layers, and the extra parts in the first and in the last stage."""
+    """Return all layers and the extra parts of the first and last stages."""
     part_by_kind = {
         kind: part_of(model, kind, sharding, device, mode) for kind in set(model.kinds)
     }
     layers = [part_by_kind[kind] for kind in model.kinds]
-    # Recomputation covers only layers, so the embedding and the loss have no `mode`.
+    # Only layers are recomputed, so the embedding and the loss have no `mode`.
     first = part_of(model, "embedding", sharding, device)
     ends = [part_of(model, "loss", sharding, device, holds_embedding=holds_embedding)]
     if model.mtp_layers:
@@ -111,7 +111,7 @@ def parts_of(
 def factors(
     measured: Mapping[str, Passes], by_formula: Mapping[str, Part]
 ) -> tuple[tuple[str, Passes], ...]:
-    """Return the factors for parts, in the form of `DeviceKind.measured`."""
+    """Return the parts' factors in the format of `DeviceKind.measured`."""
     factors_by_part = []
     for name, seconds in measured.items():
         part = by_formula[name]
@@ -125,7 +125,7 @@ def factors(
 
 
 def _factor(measured_s: float, formula_s: float) -> float:
-    # For example, the input gradient of an embedding takes no time.
+    # Some passes take no time, such as an embedding's input gradient.
     if not formula_s:
         return 1.0
     return max(_MIN_FACTOR, measured_s / formula_s)

@@ -1,8 +1,8 @@
-"""Ranks candidate schedules for a training run; `--pipeline-schedule auto` takes the best.
+"""Ranks candidate schedules for a training run; `--pipeline-schedule auto` picks the best.
 
-Each schedule is forecast for the model, its sizes and the device. If any of these is unknown, only
-the schedule's table is simulated, with equal costs or with costs measured in a trace. Nothing is
-measured or stored here, so the same training run always gets the same answer.
+The planner forecasts every schedule for the model, its sizes and the device. If any of these is
+unknown, only the schedule's table is simulated, with equal costs or with costs from a trace.
+Nothing is measured or stored here, so the same training run always gets the same answer.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
 
 REFERENCE = "1f1b"
-"""The schedule whose memory is the limit if the device memory is unknown."""
+"""The schedule whose memory is taken as the limit if the device memory is unknown."""
 _EQUAL = 0.005
-"""Steps that differ by less than this fraction are considered equally fast, and the schedule that
-needs less memory wins."""
+"""Steps that differ by less than this fraction count as equally fast, and the schedule that needs
+less memory wins."""
 _MAX_CHUNKS = 8
 _WASTEFUL = ("gpipe",)
-"""Schedules that keep activations for every micro-batch without any benefit."""
+"""Schedules that keep every micro-batch's activations for no benefit."""
 _THRIFTY = {"v-half": "zb-v"}
-"""Schedule -> the schedule with the same stages, but more memory and shorter steps. Searching
-tables for the former takes longer than all other searches together, so the former is tried only if
-the latter does not fit."""
+"""Schedule -> a schedule with the same stages that uses more memory but has shorter steps.
+Searching tables for the former takes longer than all other searches combined, so it is tried only
+if the latter does not fit."""
 
 NOT_FORECAST = read_rules("""
     --recompute-method block, or --recompute-num-layers above 1: recompute_granularity=full &
@@ -57,25 +57,25 @@ NOT_FORECAST = read_rules("""
     main_grads_dtype!=fp32 | main_params_dtype!=fp32 | exp_avg_dtype!=fp32 | exp_avg_sq_dtype!=fp32
         the planner would count fp32
 """)
-"""Megatron settings whose time or memory the forecast does not model."""
+"""Megatron settings that the forecast does not model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Properties that all candidates share."""
+    """The settings that all candidates share."""
 
     ranks: int
     """Number of ranks in a pipeline, or in both pipelines if a schedule mirrors two."""
     num_microbatches: int
     """Number of micro-batches that these ranks run per step."""
     cut: Callable[[str, Placement], Sequence[int] | None]
-    """Takes a schedule and its placement, and returns the layers in each stage as Megatron will
-    build them. None: the number of layers is unknown."""
+    """Takes a schedule and its placement and returns the number of layers that Megatron will build
+    in each stage, or None if the model's number of layers is unknown."""
     chunks: int | None = None
-    """Number of stages on each rank if a schedule does not fix it. None: the best number."""
+    """Number of stages per rank, for schedules that do not fix it. None: the best number."""
     num_layers: int | None = None
     costs: Costs | None = None
-    """The user's costs, for which tables are generated. None: the forecast costs."""
+    """The user's costs, which are used to generate tables. None: the forecast costs."""
     pairs: bool = False
     slices: int = 1
     stash_ratio: float = 1.0
@@ -87,7 +87,7 @@ class Training:
         """Return a schedule's table.
 
         Raises:
-            ScheduleError: The schedule has no table for these sizes.
+            ScheduleError: There is no table of this schedule for these sizes.
         """
         table = generate(
             schedule,
@@ -100,9 +100,9 @@ class Training:
         return weights_at_once(table) if self.weights_at_once else table
 
     def made_for(self, schedule: str, costs: Costs) -> Sequence[Costs | None]:
-        """Return the costs for which to generate tables; None: the user's costs, or equal costs.
+        """Return the costs to generate tables for. None means the user's costs, or equal costs.
 
-        A search with the given costs does not always find a better table than a search with equal
+        Searching with the given costs does not always find a better table than searching with equal
         costs.
         """
         if self.costs is not None or not get(schedule).searches(
@@ -110,44 +110,44 @@ class Training:
         ):
             return (None,)
         if schedule in _THRIFTY:
-            # Search only once, because searching takes a long time.
+            # Search only once, because this search takes a long time.
             return (costs.in_forwards(),)
         return (None, costs.in_forwards())
 
     def activations(self, table: Schedule) -> float:
-        """Return the peak activations on the worst rank, in Ma (`schedules/table/memory.py`)."""
+        """Return the worst rank's peak activations, in Ma (`schedules/table/memory.py`)."""
         return max(activation_peaks(table, self.stash_ratio))
 
     def layers_by_stage(
         self, schedule: str, chunks: int | None
     ) -> Sequence[int] | None:
-        """Return the layers in each stage with a schedule.
+        """Return the number of layers that each of a schedule's stages gets.
 
-        The result is None if the number of layers is unknown.
+        Return None if the model's number of layers is unknown.
 
         Raises:
             ArgumentsError: The user's flags for the cut contradict each other.
             ScheduleError: The model cannot be cut into these stages.
         """
-        # The placement is the same for any number of micro-batches, and a search for many
-        # micro-batches would take a long time.
+        # The placement does not depend on the number of micro-batches, and searching a
+        # table for many micro-batches would take a long time.
         smallest = generate(schedule, self.ranks, get(schedule).twins, chunks)
         return self.cut(schedule, smallest.placement)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A schedule that a training run may use, with its expected time and memory."""
+    """A schedule that the training run could use, with its expected time and memory."""
 
     schedule: str
     chunks: int | None
-    """Number of stages on each rank. None: the schedule determines it."""
+    """Number of stages per rank. None: the schedule determines it."""
     costs: Costs | None
-    """Costs for which the table is generated. None: the configured costs."""
+    """Costs that the table is generated for. None: the configured costs."""
     step: float
-    """Step time: in seconds if forecast, otherwise in the same unit as the costs."""
+    """Step time, in seconds if forecast, otherwise in the unit of the costs."""
     memory: float
-    """Memory on the worst rank: in GiB if forecast, otherwise in activations."""
+    """Memory on the worst rank, in GiB if forecast, otherwise in activations."""
     weight_copies: int
     """Number of ranks that hold a stage's weights."""
     words: str
@@ -162,29 +162,29 @@ class Candidate:
         return flags if self.costs is None else f"{flags} --pipeline-costs {self.costs}"
 
     def reason(self, best: Candidate) -> str:
-        """Return the reason for this candidate's position, compared with the best candidate."""
+        """Return why this candidate ranks where it does, relative to the best one."""
         if not self.fits:
             return "which needs too much memory"
         if self == best:
             return "the fastest that fits"
         slower = self.step / best.step - 1
         if abs(slower) < _EQUAL:
-            return "as fast, with no less memory"
+            return "just as fast, but needs no less memory"
         return f"{100 * slower:.1f} % slower"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """Candidates, starting with the best, and the basis of the comparison."""
+    """The candidates, best first, and the basis of the comparison."""
 
     candidates: Sequence[Candidate]
     basis: str
     """The basis of the comparison, as text."""
     left_out: Sequence[str] = ()
-    """Why other schedules are not candidates, one line per reason."""
+    """The reasons why other schedules are not candidates, one line each."""
 
     def sentence(self, accepted: Sequence[Candidate], refused: Sequence[str]) -> str:
-        """Return a log line with the best candidates and the schedules excluded by flags."""
+        """Return a log line with the two best candidates and the schedules that flags exclude."""
         best, *runners_up = accepted
         line = f"--pipeline-schedule auto chooses {best.flags}: {best.words}"
         if not best.fits:
@@ -199,7 +199,7 @@ class Ranking:
 
 
 class Judge(Protocol):
-    """A way to compare candidates."""
+    """Compares candidates by some criterion."""
 
     def candidate(self, schedule: str, chunks: int | None) -> Candidate:
         """Return a candidate.
@@ -209,20 +209,21 @@ class Judge(Protocol):
         """
 
     def limit(self, reference: Candidate | None) -> float:
-        """Return the memory limit for candidates; `reference` is the candidate for `REFERENCE`."""
+        """Return the candidates' memory limit. `reference` is the candidate for `REFERENCE`."""
 
     def basis(self) -> str:
         """Return the basis of the comparison."""
 
 
 def rank(training: Training, judge: Judge) -> Ranking:
-    """Return the candidates for a training run, starting with the best.
+    """Return the candidates for a training run, best first.
 
-    Candidates that fit come first, sorted by step time, or by memory if their steps are equally
-    fast. If no candidate fits, the one that needs the least memory comes first.
+    Candidates that fit come first, sorted by step time, or by memory if they are equally fast. If
+    no candidate fits, the one that needs the least memory comes first.
     """
     left_out: list[str] = []
-    # Try the reference first, because its activations may be the limit for all other candidates.
+    # Try the reference first, because its activations may set the limit for all other
+    # candidates.
     reference = _tried(judge, REFERENCE, None, left_out)
     limit = judge.limit(reference)
     candidates = [] if reference is None else [reference]
@@ -241,8 +242,8 @@ def rank(training: Training, judge: Judge) -> Ranking:
         candidate.schedule for candidate in candidates if candidate.memory <= limit
     }
     for name in thrifty:
-        # A schedule that needs less memory is worth its long search only if its counterpart does
-        # not fit.
+        # A thrifty schedule is worth its long search only if its counterpart does not
+        # fit.
         if _THRIFTY[name] not in fitting:
             candidate = _tried(judge, name, None, left_out)
             if candidate is not None:
@@ -256,19 +257,19 @@ def rank(training: Training, judge: Judge) -> Ranking:
 def _tried(
     judge: Judge, schedule: str, chunks: int | None, left_out: list[str]
 ) -> Candidate | None:
-    """Return a candidate, or add the reason to `left_out` and return None if it is impossible."""
+    """Return a candidate. If it is impossible, add the reason to `left_out` and return None."""
     try:
         return judge.candidate(schedule, chunks)
     except (ArgumentsError, ScheduleError) as error:
         reason = str(error)
-    # All chunk counts for a schedule may be rejected for the same reason.
+    # All of a schedule's chunk counts may be rejected for the same reason.
     if reason not in left_out:
         left_out.append(reason)
     return None
 
 
 def _chunk_counts(training: Training, generator: Generator) -> Sequence[int | None]:
-    """Return the numbers of stages per rank to try."""
+    """Return the chunk counts (stages per rank) to try."""
     if not generator.free_chunks:
         return (None,)
     if training.chunks is not None:
@@ -281,9 +282,9 @@ def _chunk_counts(training: Training, generator: Generator) -> Sequence[int | No
 
 
 def _ordered(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates, starting with the best."""
-    # Repeatedly take the best of all candidates that are about as fast as the fastest remaining
-    # one.
+    """Return the candidates, best first."""
+    # Repeatedly take the best of the candidates that are about as fast as the fastest
+    # one left.
     waiting = sorted(
         (candidate for candidate in candidates if candidate.fits),
         key=lambda candidate: candidate.step,
@@ -303,7 +304,7 @@ def _ordered(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _weights_are_held_twice(schedule: str) -> ScheduleError:
     return ScheduleError(
-        f"{schedule} holds each weight twice, and it is not known whether both copies fit"
+        f"{schedule} keeps two copies of every weight, and it is unknown whether both fit"
     )
 
 
@@ -311,7 +312,7 @@ def _activations_of(reference: Candidate | None) -> float:
     """Return the limit on activations if the device memory is unknown."""
     if reference is None:
         return math.inf
-    # Sums of thirds and sums of eighths may differ in the last digit because of rounding.
+    # Rounding may make sums of thirds and sums of eighths differ in the last digit.
     return reference.memory * (1 + 1e-9)
 
 
@@ -320,7 +321,7 @@ def _activations_of(reference: Candidate | None) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ByForecast:
-    """Compares candidates by seconds and bytes from the planner's forecast."""
+    """Compares candidates by the planner's forecast of their time and memory."""
 
     training: Training
     job: Question
@@ -341,7 +342,7 @@ class ByForecast:
             raise _weights_are_held_twice(schedule)
         counts = training.layers_by_stage(schedule, chunks)
         if counts is None:
-            raise ScheduleError(f"{schedule}: the number of layers is not known")
+            raise ScheduleError(f"{schedule}: the number of layers is unknown")
         costs = costs_of(self.job, self.sizes, counts, generator.twins)
         candidates = []
         for made_for in training.made_for(schedule, costs):
@@ -361,8 +362,8 @@ class ByForecast:
         memory_gib = memory = max(plan.memory_gib)
         words = f"{plan.step_s:.3g} s per step, {memory_gib:.1f} GiB on the worst rank"
         if not self.has_memory:
-            # If the device memory is unknown, candidates are compared by activations instead of
-            # GiB.
+            # If the device memory is unknown, candidates are compared by activations,
+            # not GiB.
             memory = training.activations(training.table(schedule, chunks, table_costs))
             words += f" with {memory:g} activations"
         return Candidate(
@@ -378,8 +379,8 @@ class ByForecast:
     def _layout(
         self, schedule: str, chunks: int | None, counts: Sequence[int], costs: Costs
     ) -> Layout:
-        # Forecast with unlimited memory, because candidates that do not fit are also compared with
-        # the limit.
+        # Forecast with unlimited memory, because candidates that do not fit are ranked
+        # as well.
         roomy = replace(self.job, device=replace(self.job.device, memory_gib=math.inf))
         num_chunks = chunks or get(schedule).num_chunks
         at_once = self.training.weights_at_once
@@ -393,20 +394,21 @@ class ByForecast:
             at_once=at_once,
         )
         if plan is None:
-            # `forecast` gives no reason. Generating the table raises an error that names the rule.
+            # `forecast` gives no reason. Generating the table raises an error that
+            # does.
             self.training.table(schedule, chunks, costs)
-            raise ScheduleError(f"{schedule} has another number of stages than the cut")
+            raise ScheduleError(f"{schedule} and the cut have different stage counts")
         return plan
 
     def limit(self, reference: Candidate | None) -> float:
-        """Return how many GiB a rank may need, or how many activations it may keep."""
+        """Return how many GiB a rank may use, or how many activations it may keep."""
         device = self.job.device
         if self.has_memory:
             return device.memory_gib - device.reserve_gib
         return _activations_of(reference)
 
     def waiting_weights(self, schedule: str, chunks: int | None) -> WaitingWeights:
-        """Return how many W, besides those waiting in the table, may wait in device memory.
+        """Return how many W there is memory for, in addition to those waiting in the table.
 
         Raises:
             ArgumentsError: Megatron cannot build the stages from the user's flags.
@@ -414,7 +416,7 @@ class ByForecast:
         """
         counts = self.training.layers_by_stage(schedule, chunks)
         if counts is None:
-            raise ScheduleError("the number of layers is not known")
+            raise ScheduleError("the number of layers is unknown")
         costs = self.training.costs or UNIT
 
         def layout_with(number: int) -> Layout:
@@ -422,7 +424,7 @@ class ByForecast:
             judge = replace(self, job=job)
             return judge._layout(schedule, chunks, counts, costs)
 
-        # Ask with one W, because `has_waiting_weights` is never set if none may wait.
+        # Try one W, because `has_waiting_weights` is always False if none may wait.
         if not layout_with(1).has_waiting_weights:
             raise ScheduleError(f"{schedule} does not split backward passes")
         return most_waiting(layout_with, self.limit(None))
@@ -437,8 +439,8 @@ class ByForecast:
                 f"with {limit_gib:.1f} GiB"
             )
         return (
-            f"by forecast with the times of {device.name}, because the device is unknown, and at "
-            f"most {REFERENCE}'s activations"
+            f"by forecast with {device.name}'s times, because the device is unknown, and at most "
+            f"{REFERENCE}'s activations"
         )
 
 
@@ -447,7 +449,7 @@ class ByForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class ByTable:
-    """Compares candidates by simulated tables and the activations that they keep."""
+    """Compares candidates by simulating their tables and counting the activations they keep."""
 
     training: Training
     measured: MeasuredCosts | None
@@ -468,7 +470,8 @@ class ByTable:
             raise _weights_are_held_twice(schedule)
         counts = training.layers_by_stage(schedule, chunks)
         if counts is None:
-            # If the number of layers is unknown, assume that all stages are equal.
+            # If the number of layers is unknown, assume that all stages are the same
+            # size.
             counts = [1] * (training.ranks * (chunks or generator.num_chunks))
         costs = self._costs(counts)
         variants: Sequence[Costs | None] = (None,)
@@ -497,14 +500,15 @@ class ByTable:
         )
 
     def _costs(self, layers_by_stage: Sequence[int]) -> Costs:
-        """Return the costs of a cut's stages."""
+        """Return the costs of the stages in a cut."""
         ranks = self.training.ranks
         if self.measured is not None:
             return self.measured.costs(ranks, layers_by_stage)
         even = self.training.costs or UNIT
         stages = []
         for count in layers_by_stage:
-            # The stage's work relative to 1/ranks of the model, to which `even` applies.
+            # The stage's work relative to 1/ranks of the model, which is what `even`
+            # refers to.
             share = count * ranks / sum(layers_by_stage)
             # A stage may have no layers.
             forward = max(SHORTEST, share * even.forward)

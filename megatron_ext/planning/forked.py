@@ -1,6 +1,6 @@
-"""Calls a function in forked processes that have separate caches.
+"""Calls a function in forked processes, each with its own caches.
 
-The caller chooses the process for each call, which the standard library's pools do not support.
+The caller chooses the process for every call, which the standard library's pools do not support.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Caller:
         self._function = function
 
     def begin(self, *args: Any) -> None:
-        """Call the function, which may continue to run until `result` is called."""
+        """Start the call. The function may still be running until `result` returns."""
         self._returned = self._function(*args)
 
     def result(self) -> Any:
@@ -38,7 +38,7 @@ class _ForkedCaller(Caller):
     """Calls a function in a forked process."""
 
     def __init__(self, function: Callable[..., Any], pipes: list[Any]) -> None:
-        # Fork, because a new interpreter would start with empty caches.
+        # Fork, because a newly spawned interpreter would start with empty caches.
         fork = multiprocessing.get_context("fork")
         self.pipe, child_end = fork.Pipe()
         pipes.append(self.pipe)
@@ -46,7 +46,7 @@ class _ForkedCaller(Caller):
             target=_serve, args=(os.getpid(), function, child_end, pipes), daemon=True
         )
         self._process.start()
-        # If this end stayed open here, `recv` would wait forever after the child's death.
+        # If this end stayed open here, `recv` would block forever if the child dies.
         child_end.close()
 
     def begin(self, *args: Any) -> None:
@@ -61,8 +61,8 @@ class _ForkedCaller(Caller):
         return returned
 
     def end(self) -> None:
-        # Kill the process, because a call may take a long time and needs no clean-up. SIGTERM may
-        # have a handler that the process inherited.
+        # Kill the process, because a call may take a long time and needs no clean-up.
+        # The process may have inherited a SIGTERM handler.
         self._process.kill()
         self._process.join()
         self.pipe.close()
@@ -82,11 +82,11 @@ class _ForkedCaller(Caller):
 
 @contextmanager
 def callers(function: Callable[..., Any], count: int) -> Iterator[list[Caller]]:
-    """Yield callers of a function, each with a forked process; a single caller needs none."""
+    """Yield callers of a function, each with a forked process unless there is only one caller."""
     pipes: list[Any] = []
     forked: list[_ForkedCaller] = []
     try:
-        # A single caller needs no process.
+        # A single caller needs no separate process.
         num_processes = count if count > 1 else 0
         for _ in range(num_processes):
             # Each child closes the parent's ends of earlier pipes.
@@ -98,10 +98,10 @@ def callers(function: Callable[..., Any], count: int) -> Iterator[list[Caller]]:
 
 
 def ended(busy: Collection[Caller]) -> list[Caller]:
-    """Wait for the first result, and return all callers that have a result.
+    """Wait for the first result, then return all callers that have a result.
 
-    There is no time-out, because calls may take arbitrarily long. Ctrl-C or the death of a process
-    interrupts the wait.
+    There is no timeout, because calls may take arbitrarily long. Ctrl-C or the death of a process
+    ends the wait.
     """
     forked: dict[Any, Caller] = {}
     for caller in busy:
@@ -115,15 +115,16 @@ def ended(busy: Collection[Caller]) -> list[Caller]:
 def _serve(
     caller_pid: int, function: Callable[..., Any], pipe: Any, inherited: list[Any]
 ) -> None:
-    # Ctrl-C reaches all processes, but the parent terminates this process.
+    # Ctrl-C reaches all processes. Ignore it here, because the parent terminates this
+    # process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         parent.die_with_caller(caller_pid)  # a call may take minutes
-    # This process inherited the parent's ends of all pipes. If they stayed open, it would wait
-    # forever after the parent is killed.
+    # This process inherited the parent's ends of all pipes. If they stayed open, it
+    # would wait forever if the parent is killed.
     for parent_end in inherited:
         parent_end.close()
-    # Both errors mean that the parent has ended.
+    # Both errors mean that the parent has exited.
     with suppress(EOFError, OSError):
         while True:
             args = pipe.recv()
@@ -136,6 +137,6 @@ def _serve(
 
 
 def _send(pipe: Any, message: object) -> None:
-    # Don't use `pipe.send()`, which exports a BytesIO. If the other end is gone, Python 3.12.1
-    # crashes when it collects the traceback.
+    # Do not use `pipe.send()`, which exports a BytesIO's buffer. If the other end is
+    # gone, Python 3.12.1 crashes when it collects the traceback.
     pipe.send_bytes(pickle.dumps(message))

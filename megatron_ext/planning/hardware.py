@@ -1,4 +1,4 @@
-"""Device and link rates, with the source of each number."""
+"""Device and link rates, with a source for every number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKind:
-    """A kind of device and its node. Rates are per second and per device, in one direction."""
+    """A kind of device and its node. Rates are per second, per device and in one direction."""
 
     name: str
     memory_gib: float
@@ -29,52 +29,51 @@ class DeviceKind:
     reserve_gib: float = 5.0
     """GiB left free for the context, communicators, workspaces and fragmentation."""
     processors: int = 1
-    """Number of processors, each of which computes one tile of a product at a time."""
+    """Number of processors, each of which computes one GEMM tile at a time."""
     node_size: int = 8
-    """Number of devices connected by the fast links."""
+    """Number of devices that the fast links connect."""
     flops: float
-    """Peak rate of dense products in bf16."""
+    """Peak rate of dense bf16 GEMMs."""
     flops_8bit: float
     flops_4bit: float = 0.0
-    """0 if the device does not support products in 4 bits."""
+    """0 if the device does not support 4-bit GEMMs."""
     memory_bytes: float
-    """Peak traffic to the device's memory."""
+    """Peak memory bandwidth."""
     link_bytes: float
-    """Rate of the link to other devices in the same node."""
+    """Bandwidth to other devices in the same node."""
     network_bytes: float
-    """Rate of the link to other nodes."""
+    """Bandwidth to other nodes."""
     gemm: float = 0.70
-    """Share of the peak that large matrix products reach in training."""
+    """Fraction of the peak that large GEMMs achieve in training."""
     gemm_8bit: float = 0.50
-    """Same as `gemm`, for products in 8 bits that are scaled per tensor."""
+    """Same as `gemm`, for 8-bit GEMMs that are scaled per tensor."""
     gemm_block: float = 0.50
-    """Same as `gemm`, for products in 8 bits that are scaled per block."""
+    """Same as `gemm`, for 8-bit GEMMs that are scaled per block."""
     gemm_4bit: float = 0.40
     attention_forward: float = 0.486
-    """Share of the bf16 peak that causal attention reaches, counting half of the square."""
+    """Fraction of the bf16 peak that causal attention achieves, counting half of the square."""
     attention_backward: float = 0.371
     attention_8bit: float = 1.6
-    """Speed of attention in 8 bits relative to attention in bf16."""
+    """Speedup of 8-bit attention over bf16 attention."""
     memory: float = 0.556
-    """Share of the peak traffic that elementwise kernels reach."""
+    """Fraction of the peak memory bandwidth that elementwise kernels achieve."""
     collective: float = 0.67
-    """Share of a link within a node that gathers and scatters reach."""
+    """Fraction of a link's bandwidth that gathers and scatters within a node achieve."""
     network: float = 0.94
-    """Share of a link between nodes that gathers, scatters and messages reach."""
+    """Fraction of a link's bandwidth that gathers, scatters and messages between nodes achieve."""
     all_to_all: float = 0.908
     kernel_s: float = 4e-6
     """Minimum kernel time."""
     gemm_grouped: float = 0.901
-    """Factor on the products' shares, for experts' products."""
+    """Additional factor for the experts' GEMMs."""
     gemm_fused: float = 0.771
-    """Factor on the products' shares, for experts' products that are fused into one kernel with
-    activation and quantization."""
+    """Additional factor for the experts' GEMMs if a single kernel fuses them with the activation
+    and quantization."""
     activation: float = 5.36
     """Bytes of traffic per input and output element of the experts' activation function, if it
     takes several kernels."""
     scan_bytes: float = 71.9
-    """Bytes of traffic per channel in a Mamba-2 layer's forward pass, in addition to its
-    products."""
+    """Bytes of traffic per channel in a Mamba-2 layer's forward pass, in addition to its GEMMs."""
     launch_s: float = 21.7e-6
     """Host time per kernel launch outside graphs."""
     split_launches: float = 1.71
@@ -83,34 +82,35 @@ class DeviceKind:
     biases: float = 51.6
     """Bytes of additional traffic per activation in experts with biases."""
     biases_fused: float = 14.5
-    """Same as `biases`, if experts are a single kernel."""
+    """Same as `biases`, if experts run in a single kernel."""
     exposed: float = 0.235
-    """Exposed share of the shorter of kernel and launch time if the host waits for token counts."""
+    """If the host waits for token counts, exposed share of the kernel or launch time, whichever is
+    shorter."""
     overlap: float = 0.68
     """Share of communication that computation hides if a technique overlaps the two."""
     pair_overlap: float = 0.852
     """Same as `overlap`, for the experts' all-to-all in a pair."""
     gemm_weight: float = 0.945
-    """Factor on the products' shares, for weight gradients, which are accumulated in fp32."""
+    """Additional factor for weight-gradient GEMMs, which accumulate in fp32."""
     tile_bytes: float = 256.0
-    """Bytes per row of each operand that a product's tile loads before it computes."""
+    """Bytes that a GEMM tile loads from every operand row before it computes."""
     message_s: float = 23e-6
     """Minimum time for a collective or message."""
     hop_s: float = 8.5e-6
-    """Additional time for a collective, per rank after the first."""
+    """Additional time that a collective takes for every rank after the first."""
     measured: tuple[tuple[str, tuple[float, float, float]], ...] = ()
-    """Parts of a model, with factors on the costs of their passes (`calibration.py`)."""
-    # Devices are keys of caches. The fields below are not hashable and affect no cost, so they do
-    # not count for hashes and equality.
+    """Model parts with correction factors for the costs of their passes (`calibration.py`)."""
+    # Devices are cache keys. The fields below are not hashable and do not affect costs,
+    # so they are excluded from hashing and comparison.
     seconds: dict[str, list[float]] = field(
         default_factory=dict, hash=False, compare=False
     )
-    """The measured times from which the factors were computed."""
+    """The measured times that the factors were computed from."""
     sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
-    """The source of each number."""
+    """The source of every number."""
 
     def peak(self, precision: Precision) -> float:
-        """Return the data sheet's peak operations per second for a precision.
+        """Return the peak operations per second for a precision, according to the data sheet.
 
         Raises:
             ArgumentsError: The device does not support the precision.
@@ -124,7 +124,7 @@ class DeviceKind:
         return self.flops_4bit
 
     def product_rate(self, precision: Precision) -> float:
-        """Return the operations per second that large products reach in training."""
+        """Return the operations per second that large GEMMs achieve in training."""
         share = {
             "bf16": self.gemm,
             "fp8": self.gemm_8bit,
@@ -135,14 +135,14 @@ class DeviceKind:
 
 
 _SIMUMAX = (
-    "micro-benchmarks of SimuMax v1.2, configs/system/b200_bf16_ceperm.json "
-    "(514 products, 32 attentions, collectives in a node); no step of training among them"
+    "SimuMax v1.2 micro-benchmarks, configs/system/b200_bf16_ceperm.json (514 GEMMs, 32 "
+    "attentions, collectives within a node), which include no training steps"
 )
 _HALF = (
-    "chosen, with 28 others, for the least error on half of the configurations of "
+    "fitted, with 28 others, for the smallest error on half of the configurations in "
     "Megatron-Bridge's performance summary; benchmarks/planner.py lists them"
 )
-_ESTIMATE = "as on B200; not measured on this device"
+_ESTIMATE = "same as B200; not measured on this device"
 _MAX_FILE_BYTES = 1 << 20
 _MAX_DEVICES = 1_000_000
 
@@ -152,7 +152,7 @@ _MAY_BE_ZERO = (
 )
 _PEAKS = ("flops", "flops_8bit", "flops_4bit")
 _GEMM = ("gemm", "gemm_8bit", "gemm_block", "gemm_4bit")
-# Sources for numbers that are the same for several kinds of devices.
+# Sources of numbers that several kinds of devices share.
 _COMMON = dict.fromkeys(
     ("kernel_s", "message_s", "hop_s", "collective", "gemm_weight"), _SIMUMAX
 )
@@ -171,20 +171,20 @@ _FITTED = (
 )
 _COMMON |= dict.fromkeys(_FITTED, _HALF)
 _COMMON |= {
-    "launch_s": _HALF + "; for Grace, too, which is slower than a Xeon, not faster "
+    "launch_s": _HALF + "; for Grace as well, which is slower than a Xeon, not faster "
     "(NVIDIA/TransformerEngine#2053)",
     "attention_8bit": "FlashAttention-3 (2407.08608): forward passes at up to 1.2 PFLOP/s in 8 "
-    "bits and 0.74 in 16, on an H100; assumed for backward passes and for other devices",
-    "tile_bytes": "assumed: two steps of a loop over 128 bytes",
-    "memory_gib": "capacity that torch names when it is out of memory, within half a GiB",
-    "reserve_gib": "reserved less allocated memory of SimuMax's B200 runs: 1.0 to 4.3 GiB, "
-    "and about 1 GiB for the context and communicators",
-    "node_size": "eight in a machine",
+    "bits and 0.74 PFLOP/s in 16 bits, on an H100; assumed for backward passes and other devices",
+    "tile_bytes": "assumed: two iterations of a loop that loads 128 bytes",
+    "memory_gib": "capacity in torch's out-of-memory errors, within half a GiB",
+    "reserve_gib": "reserved minus allocated memory in SimuMax's B200 runs (1.0 to 4.3 GiB), "
+    "plus about 1 GiB for the context and communicators",
+    "node_size": "eight per machine",
 }
 # Devices without measurements use B200 numbers.
 _OTHERS = dict.fromkeys(_COMMON, _ESTIMATE) | {
     **{name: _COMMON[name] for name in ("memory_gib", "reserve_gib", "node_size")},
-    "processors": "unknown: products run without waves",
+    "processors": "unknown: GEMMs run without waves",
     **dict.fromkeys(("gemm_block", "gemm_4bit"), "assumed"),
 }
 _HOPPER: dict[str, Any] = {
@@ -202,16 +202,16 @@ _HOPPER: dict[str, Any] = {
     "sources": _COMMON
     | dict.fromkeys(_PEAKS, "NVIDIA, H100 SXM and H200 data sheets, without sparsity")
     | {
-        "processors": "multiprocessors of an H100 SXM",
+        "processors": "multiprocessors on an H100 SXM",
         "memory_bytes": "NVIDIA, H100 SXM and H200 data sheets",
         "link_bytes": "NVLink 4: 900 GB/s in both directions",
-        "network_bytes": "one 400 Gb/s adapter for each device (DGX H100)",
-        "gemm": _HALF + "; cuBLAS reaches 700 to 750 TFLOP/s for 8192^3",
+        "network_bytes": "one 400 Gb/s adapter per device (DGX H100)",
+        "gemm": _HALF + "; cuBLAS achieves 700 to 750 TFLOP/s for 8192^3",
         "gemm_8bit": _HALF,
-        "gemm_block": "as gemm_8bit",
-        "gemm_4bit": "not used: it has no such products",
-        "attention_forward": "FlashAttention-3 (2407.08608), causal, head 128, 4k to 16k",
-        "attention_backward": "assumed: the forward's, in the proportion of B200",
+        "gemm_block": "same as gemm_8bit",
+        "gemm_4bit": "unused: there are no 4-bit GEMMs",
+        "attention_forward": "FlashAttention-3 (2407.08608), causal, head size 128, 4k to 16k",
+        "attention_backward": "assumed: attention_forward, scaled by the ratio on B200",
     },
 }
 _BLACKWELL: dict[str, Any] = {
@@ -220,18 +220,18 @@ _BLACKWELL: dict[str, Any] = {
     "link_bytes": 900 * _GB,
     "sources": _COMMON
     | dict.fromkeys(
-        _GEMM, _HALF + "; shares of a precision differ by one factor for each device"
+        _GEMM, _HALF + "; the precisions' fractions differ by one factor per device"
     )
-    | dict.fromkeys(_PEAKS, "NVIDIA, data sheet of DGX or NVL72, without sparsity")
+    | dict.fromkeys(_PEAKS, "NVIDIA, DGX or NVL72 data sheet, without sparsity")
     | {
-        "processors": "multiprocessors of a B200",
-        "memory_bytes": "NVIDIA, data sheet of DGX or NVL72",
+        "processors": "multiprocessors on a B200",
+        "memory_bytes": "NVIDIA, DGX or NVL72 data sheet",
         "link_bytes": "NVLink 5: 1.8 TB/s in both directions",
-        "node_size": "eight in a DGX; of the 72 in a rack, 64 used",
-        "network_bytes": "one adapter for each device: 400 Gb/s, with B300 and GB300 800 Gb/s",
+        "node_size": "eight in a DGX; 64 of the 72 in a rack are used",
+        "network_bytes": "one adapter per device: 400 Gb/s, or 800 Gb/s for B300 and GB300",
     },
 }
-# A rack is one node.
+# A rack counts as one node.
 _RACK: dict[str, Any] = {"node_size": 64}
 # Exponentials take half as long as on a B200.
 _ULTRA: dict[str, Any] = {"attention_forward": 0.70, "attention_backward": 0.537}
@@ -246,14 +246,14 @@ def _blackwell(
     gemm_shares: tuple[float, float, float, float],
     exceptions: Mapping[str, Any] = MappingProxyType({}),
 ) -> DeviceKind:
-    """Return a device in the Blackwell family.
+    """Return a device of the Blackwell family.
 
     Args:
         name: The device's name.
         memory_gib: Memory that a program can allocate.
-        peak_pflops: Peak operations in 16, 8 and 4 bits, in 10^15 per second.
-        network_gb_per_s: Rate of the link to other nodes.
-        gemm_shares: Shares of peak that products reach, in the order of `_GEMM`.
+        peak_pflops: Peak PFLOP/s in 16, 8 and 4 bits.
+        network_gb_per_s: Bandwidth to other nodes.
+        gemm_shares: Fractions of the peak that GEMMs achieve, in the order of `_GEMM`.
         exceptions: Fields that differ from `_BLACKWELL`.
     """
     settings: dict[str, Any] = {**_BLACKWELL, **exceptions}
@@ -321,9 +321,9 @@ DEVICES = {
             | dict.fromkeys(_PEAKS, "AMD, MI300X data sheet, without sparsity")
             | {
                 "memory_bytes": "AMD, MI300X data sheet",
-                "link_bytes": "7 Infinity Fabric links of 64 GB/s",
-                "network_bytes": "one 400 Gb/s adapter for each device",
-                "gemm": "assumed; hipBLASLt reaches 500 to 700 TFLOP/s",
+                "link_bytes": "seven Infinity Fabric links at 64 GB/s each",
+                "network_bytes": "one 400 Gb/s adapter per device",
+                "gemm": "assumed; hipBLASLt achieves 500 to 700 TFLOP/s",
                 "gemm_8bit": "assumed",
                 "attention_forward": "assumed",
                 "attention_backward": "assumed",
@@ -341,13 +341,13 @@ DEVICES = {
             sources=_OTHERS
             | dict.fromkeys(
                 _PEAKS,
-                "Moore Threads' announcement of 1,000 TFLOP/s in 8 bits; bf16 half of it",
+                "Moore Threads' announcement of 1,000 TFLOP/s in 8 bits; half of that in bf16",
             )
             | {
-                "memory_gib": "80 GB minus the part that other devices of that size do not report",
+                "memory_gib": "80 GB minus what other devices of that size do not report",
                 "memory_bytes": "Moore Threads' announcement",
                 "link_bytes": "MTLink 4: 784 GB/s in both directions",
-                "network_bytes": "one 400 Gb/s adapter for each device",
+                "network_bytes": "one 400 Gb/s adapter per device",
                 "gemm": "assumed",
                 "gemm_8bit": "assumed",
                 "attention_forward": "assumed",
@@ -366,7 +366,7 @@ DEVICES = {
             launch_s=0.0,
             sources=dict.fromkeys(
                 (device_field.name for device_field in fields(DeviceKind)),
-                "a stand-in for one core, so that small models can be planned",
+                "a placeholder for one core, so that small models can be planned",
             ),
         ),
     )
@@ -374,24 +374,24 @@ DEVICES = {
 
 
 def kind_of(name: str) -> DeviceKind | None:
-    """Return the kind of device that drivers report by this name, or None."""
-    # Try the longest name first, because a GB200's name contains "b200".
+    """Return the kind of device that drivers report under this name, or None if it is unknown."""
+    # Try the longest names first, because a GB200's name contains "b200".
     kinds = sorted(DEVICES.values(), key=lambda kind: len(kind.name), reverse=True)
     return next((kind for kind in kinds if kind.name in name.lower()), None)
 
 
 def parse_devices(text: str) -> tuple[int, DeviceKind]:
-    """Return the number and kind of devices in `2048xh100` or `64xFILE.json`.
+    """Parse a number and kind of devices, such as `2048xh100` or `64xFILE.json`.
 
-    A file contains fields of `DeviceKind`, and `base` may name a kind to modify.
+    The file contains fields of `DeviceKind`. Its `base` may name a kind to modify.
 
     Raises:
-        ArgumentsError: The text is not in this form, or the file does not describe a device.
+        ArgumentsError: The text does not have this form, or the file does not describe a device.
     """
     match = re.fullmatch(r"(\d+)x(.+)", text)
     if match is None or not 0 < int(match[1]) <= _MAX_DEVICES:
         raise ArgumentsError(
-            f"--devices {text!r} is not a number and a kind; use, say, 64xh100"
+            f"--devices {text!r} is not a number and a kind; use, for example, 64xh100"
         )
     num_devices = int(match[1])
     name = match[2]
@@ -420,7 +420,7 @@ def _read_device(path: Path) -> DeviceKind:
             forward, input_gradient, weight = map(float, part_factors)
             factors.append((part, (forward, input_gradient, weight)))
         content["measured"] = tuple(factors)  # a hashable field
-        # `plan --explain` prints the source of each number.
+        # `plan --explain` prints the source of every number.
         sources = dict.fromkeys(content, f"given by {path}")
         content["sources"] = sources | content.get("sources", {})
         # The base provides all fields that the file omits.
@@ -448,15 +448,15 @@ def _read_device(path: Path) -> DeviceKind:
 
 
 def _check_numbers(device: DeviceKind) -> None:
-    """Check that each rate and size is a number that a device can have.
+    """Check that every rate and size is a valid number.
 
     Raises:
         ValueError: A number is out of range.
     """
     for device_field in fields(device):
         name = device_field.name
-        # The file's value may have any type, so look up in a known device whether the field is a
-        # number.
+        # The value from the file may have any type, so use a known device to find out
+        # whether the field is a number.
         if not isinstance(getattr(DEVICES["h100"], name), int | float):
             continue
         value = getattr(device, name)

@@ -8,17 +8,17 @@ from typing import Any
 from megatron_ext.planning.model_sizes import HYBRID_KINDS, MAX_LAYERS, MAX_SIZE
 
 _FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
-"""Model type in a configuration without `layer_types` -> period of the layers that attend to all
-tokens. All other layers use sliding attention."""
+"""Model type -> period of the layers that attend to all tokens, for configurations that have no
+`layer_types`. All other layers use sliding attention."""
 _NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 def flags_of_config(config: Mapping[str, Any]) -> list[str]:
-    """Return Megatron's flags for the model in a Hugging Face `config.json`.
+    """Return Megatron's flags for the model that a Hugging Face `config.json` describes.
 
     Raises:
-        KeyError: The configuration is not for a decoder that these flags can describe.
-        ValueError: A size is not a number that a model can have.
+        KeyError: The model is not a decoder that these flags can describe.
+        ValueError: A size is not a valid number.
     """
     pattern = _pattern(config)
     num_layers = len(pattern) or _size(config, "num_hidden_layers", MAX_LAYERS)
@@ -29,7 +29,7 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
         "ffn-hidden-size": config.get("intermediate_size_mlp")
         or config["intermediate_size"],
         "num-attention-heads": config["num_attention_heads"],
-        # The embedding has exactly this many rows, so do not pad it.
+        # The embedding has exactly this many rows, so do not pad the vocabulary.
         "padded-vocab-size": config["vocab_size"],
         "max-position-embeddings": config.get("max_position_embeddings", 4096),
         "normalization": "RMSNorm",
@@ -41,7 +41,7 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
     values |= _attention_values(config) | _window_values(config)
     values |= _expert_values(config, num_layers)
     flags = []
-    # A value of None or 0 means that the model does not have this feature.
+    # None or 0 means that the model does not have this feature.
     for name, value in values.items():
         if value:
             flags += [f"--{name}", str(value)]
@@ -69,7 +69,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _pattern(config: Mapping[str, Any]) -> str:
-    """Return Megatron's pattern for a hybrid model; empty for other models."""
+    """Return a hybrid model's pattern in Megatron's notation, or "" for other models."""
     pattern = config.get("hybrid_override_pattern")
     if pattern:
         return str(pattern)
@@ -103,7 +103,7 @@ def _attention_values(config: Mapping[str, Any]) -> dict[str, Any]:
             "qk-pos-emb-head-dim": config["qk_rope_head_dim"],
             "v-head-dim": config["v_head_dim"],
         }
-    # Heads may be wider or narrower than the hidden size divided by the number of heads.
+    # A head's width need not be the hidden size divided by the number of heads.
     values = {"kv-channels": config.get("head_dim")}
     if _has_groups(config):
         values["num-query-groups"] = config["num_key_value_heads"]
@@ -113,8 +113,8 @@ def _attention_values(config: Mapping[str, Any]) -> dict[str, Any]:
 def _window_values(config: Mapping[str, Any]) -> dict[str, Any]:
     if not (config.get("sliding_window") and config.get("use_sliding_window", True)):
         return {}
-    # Layers with sliding attention: all except every n-th layer, or a list with 1 for each such
-    # layer.
+    # The layers with sliding attention are either all but every n-th layer, or those
+    # marked with 1 in a list.
     period = _FULL_ATTENTION_EVERY.get(_model_type(config))
     skips = config.get("sliding_window_pattern", period)
     layer_types = config.get("layer_types")
@@ -140,7 +140,7 @@ def _expert_values(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
     num_shared = int(_model_type(config).startswith("llama4"))
     if config.get("n_shared_experts"):
         num_shared = _size(config, "n_shared_experts")
-    # Some configurations contain the total width of the shared experts, others their number.
+    # Some configurations give the shared experts' total width, others their number.
     shared_width = _first_of(
         config,
         ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
@@ -157,7 +157,7 @@ def _expert_values(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
 
 
 def _expert_marks(config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """Return 1 for each layer with experts and 0 for each layer without."""
+    """Return 1 for every layer that has experts and 0 for every other layer."""
     period = (
         _first_of(config, ("decoder_sparse_step", "interleave_moe_layer_step")) or 1
     )
@@ -165,8 +165,8 @@ def _expert_marks(config: Mapping[str, Any], num_layers: int) -> list[int]:
     dense_layers = config.get("mlp_only_layers") or ()
     marks = []
     for layer in range(num_layers):
-        # As in the code of Qwen and Llama 4, the last layer of each period has experts. Under
-        # Megatron's --moe-layer-freq N, it is the first.
+        # In Qwen's and Llama 4's code, the last layer in each period has experts. With
+        # Megatron's --moe-layer-freq N, the first layer does.
         has_experts = (
             (layer + 1) % period == 0 and layer >= first and layer not in dense_layers
         )
@@ -177,17 +177,17 @@ def _expert_marks(config: Mapping[str, Any], num_layers: int) -> list[int]:
 def _switches(config: Mapping[str, Any], pattern: str) -> list[str]:
     kind = _model_type(config)
     switches = []
-    # Configuration files do not say whether an MLP is gated. All SiLU models are gated; of the GELU
-    # models, only Gemma is.
+    # Configuration files do not say whether an MLP is gated. All SiLU models are. Among
+    # the GELU models, only Gemma is.
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
     if not pattern and (activation == "silu" or kind.startswith("gemma")):
         switches.append("swiglu")
-    # They also do not say which biases the code for GPT-OSS and Qwen2 has.
+    # Nor do they say which biases the code for GPT-OSS and Qwen2 adds.
     if kind != "gpt_oss" and not config.get("use_bias"):
         switches.append("disable-bias-linear")
     if config.get("attention_bias") or kind.startswith("qwen2"):
         switches.append("add-qkv-bias")
-    # Files omit values that equal the default in their class.
+    # Files omit values that match the model class's default.
     if not config.get("tie_word_embeddings", kind.startswith(("gemma", "cohere"))):
         switches.append("untie-embeddings-and-output-weights")
     if config.get("kv_lora_rank"):
@@ -201,7 +201,7 @@ def _switches(config: Mapping[str, Any], pattern: str) -> list[str]:
 
 
 def _first_of(config: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the first of these values that is neither missing nor empty, or None."""
+    """Return the first of these values that is neither missing nor empty, or None if all are."""
     for name in names:
         if config.get(name):
             return config[name]

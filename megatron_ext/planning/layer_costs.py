@@ -1,11 +1,11 @@
-"""Costs of each model part on one rank: seconds, parameters and bytes kept.
+"""The cost of a model part on one rank: seconds, parameters and bytes kept.
 
-A kernel takes as long as its operations or its memory traffic, whichever is longer, at the share of
-peak that the device reaches, and at least `kernel_s`. A layer takes as long as its kernels or the
-host's launches of them, whichever is longer. Graphs need no launches. Weight gradients are
-accumulated in four (or two) bytes, so products with few rows, for example with many experts, are
-memory-bound. Tensor parallelism implies sequence parallelism, but does not divide experts, which
-get equal shares of the tokens.
+A kernel is limited by its operations or its memory traffic, whichever takes longer at the fraction
+of peak that the device achieves, and takes at least `kernel_s`. A layer is limited by its kernels
+or by the host's kernel launches, whichever take longer. Graphs need no launches. Weight gradients
+are accumulated in four (or two) bytes, so GEMMs with few rows, as in models with many experts, are
+memory-bound. Tensor parallelism implies sequence parallelism but does not divide experts. Every
+expert receives the same number of tokens.
 """
 
 from __future__ import annotations
@@ -28,45 +28,45 @@ Kind = Literal["embedding", "mtp", "loss"]
 FULL = frozenset({"full"})
 
 ASSUMPTIONS = {
-    "activations": "as Transformer Engine keeps them, with flash attention and no dropout: inputs "
-    "and outputs of norms, queries, keys, values, the output of attention, and both inputs and "
-    "the output of the activation; operands of products are kept in the precision of the product",
+    "activations": "as kept by Transformer Engine, with flash attention and no dropout: norm "
+    "inputs and outputs, queries, keys, values, the attention output, and the activation "
+    "function's inputs and output; GEMM operands are kept in the GEMM's precision",
     "logits": "6 bytes each while the loss is computed, as measured on an H100; 4 with "
-    "--cross-entropy-loss-fusion, fitted to SimuMax's B200 rows of Llama with one stage",
-    "gradients": "products of weight gradients add to the buffer; the gradient of the embedding "
-    "is as large as its table and is added separately, as are all gradients with "
+    "--cross-entropy-loss-fusion, fitted to SimuMax's single-stage Llama results on B200",
+    "gradients": "weight-gradient GEMMs accumulate into the buffer; the embedding gradient is as "
+    "large as the embedding table and is added separately, as are all gradients with "
     "--no-gradient-accumulation-fusion",
-    "products": "run in waves of tiles of 256 x 128, one tile on each processor; the last wave "
-    "takes as long as a full one; a product takes at least as long as reading and writing its "
+    "products": "GEMMs run in waves of 256 x 128 tiles, one tile per processor; the last wave "
+    "takes as long as a full one; a GEMM takes at least as long as reading and writing its "
     "operands",
-    "host": "launches about 30 to 40 kernels for the forward of a dense layer in bf16 and 105 to "
-    "170 for a mixture of experts, and twice as many for the backward; without a pipeline, graphs "
-    "contain all kernels except the experts', unless flags say otherwise; where the host waits "
-    "for the number of tokens of each expert, a part of the overlapped time is exposed",
-    "tensor parallelism": "two gathers and two scatters of [s, b, h] for each layer and pass, "
-    "with gathers in the precision of the next product; products hide most of this, except with "
-    "NVFP4 or --disable-tp-comm-overlap-ag",
+    "host": "launches about 30 to 40 kernels in the forward pass of a dense bf16 layer, 105 to "
+    "170 for a mixture of experts, and twice as many in the backward pass; without a pipeline, "
+    "graphs contain all kernels except the experts', unless flags say otherwise; where the host "
+    "waits for the experts' token counts, some of the overlapped time is exposed",
+    "tensor parallelism": "two gathers and two scatters of [s, b, h] per layer and pass, with "
+    "gathers in the next GEMM's precision; GEMMs hide most of this, except with NVFP4 or "
+    "--disable-tp-comm-overlap-ag",
     "context parallelism": "attention hides the ring exchange of keys and values, unless the "
     "exchange takes longer",
-    "experts": "receive balanced numbers of tokens; all-to-all sends one copy of a token to each "
-    "rank and node, or all copies with --moe-token-dispatcher-type alltoall; in a pair, the "
-    "computation of both actions hides the share `pair_overlap` of it",
-    "recomputation": "covers layers, norms, networks, experts, their activations and MLA's up "
-    "projections; flash attention keeps no scores, so core_attn saves nothing",
-    "precision": "applies to products of layers, not to attention, the embedding or the output; "
-    "quantizing an element moves 6 (fp8), 3.5 (mxfp8) or 10 bytes (nvfp4), of which the last two "
-    "are fitted",
+    "experts": "all receive the same number of tokens; all-to-all sends one copy of a token to "
+    "each rank and node, or all copies with --moe-token-dispatcher-type alltoall; in a pair, the "
+    "computation in both actions hides a fraction `pair_overlap` of it",
+    "recomputation": "covers layers, norms, feed-forward networks, experts, their activations and "
+    "MLA's up-projections; flash attention keeps no scores, so core_attn saves nothing",
+    "precision": "applies to the GEMMs in layers, not to attention, the embedding or the output; "
+    "quantizing an element moves 6 (fp8), 3.5 (mxfp8) or 10 bytes (nvfp4); the last two are "
+    "fitted",
     "data parallelism": "gradients are reduced in fp32, or in bf16 with --grad-reduce-in-bf16, "
-    "during the backward of the last micro-batch; parameters are gathered in bf16 during the "
-    "first forward; only a longer communication is exposed",
-    "optimizer": "moves 34 bytes for each parameter of the shard, and 8 bytes for each gradient "
-    "of the rank, which is cleared and summed into the norm",
+    "during the last micro-batch's backward pass; parameters are gathered in bf16 during the "
+    "first forward pass; only communication that takes longer than these passes is exposed",
+    "optimizer": "moves 34 bytes per parameter in the shard, and 8 bytes per gradient on the "
+    "rank to clear it and add it to the norm",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How the work on a micro-batch is divided across ranks."""
+    """How a micro-batch's work is divided across ranks."""
 
     tensor: int = 1
     context: int = 1
@@ -78,45 +78,48 @@ class Sharding:
 
 
 _OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
-"""Bytes per element of a product's operand."""
+"""Bytes per element of a GEMM operand."""
 _CAST_BYTES = {"bf16": 0.0, "fp8": 6.0, "mxfp8": 3.5, "nvfp4": 10.0}
 """Bytes of traffic per quantized element, including its transposed copy."""
 _PRODUCT_KERNELS = {"bf16": 3, "fp8": 4, "mxfp8": 6, "nvfp4": 8}
-"""Number of kernels in a product's forward pass, including those that quantize operands."""
+"""Number of kernels in a linear layer's forward pass, including those that quantize operands."""
 
 
 class Part(NamedTuple):
-    """A layer or an end of a model on one rank, for one micro-batch. A stage is a sum of parts."""
+    """One layer, or one end of the model, on one rank for one micro-batch.
+
+    A stage is the sum of its parts.
+    """
 
     forward: float
     """Seconds."""
     input: float
-    """Seconds of the input gradient, including any recomputation before it."""
+    """Seconds for the input gradient, including any recomputation before it."""
     weight: float
     params: float
     """Number of weights on this rank, excluding expert weights."""
     expert_params: float
     operations: float
-    """Operations in the forward pass, counted as for Megatron's TFLOP/s."""
+    """Operations in the forward pass, counted in the same way as for Megatron's TFLOP/s."""
     exchange: float
-    """Seconds of the forward pass and input gradient spent on exchanging tokens between experts,
-    which pairs can hide. Excludes recomputation."""
+    """Seconds that the forward pass and input gradient spend exchanging tokens between experts.
+    Pairs can hide this time. Excludes recomputation."""
     saved: float
     """Bytes kept between the forward and the backward pass."""
     waiting: float
-    """Bytes kept from the input gradient to the weight gradient, if a schedule splits backward
+    """Bytes kept from the input gradient until the weight gradient, if a schedule splits backward
     passes."""
     logits: float
-    """Bytes that the loss keeps until its backward pass starts, before any layer's backward
-    pass."""
+    """Bytes that the loss keeps until its own backward pass starts, which is before that of any
+    layer."""
     transient: float
     """Peak bytes during the backward pass, in addition to `saved`."""
     copies: float
-    """Bytes of weights that Transformer Engine keeps in the products' precision, plain and
-    transposed, in addition to Megatron's weights."""
+    """Bytes of the weight copies, plain and transposed, that Transformer Engine keeps in the GEMMs'
+    precision in addition to Megatron's weights."""
     dummies: float
-    """Bytes of placeholder weight gradients, one per shape. Transformer Engine passes these
-    placeholders to autograd and keeps them, and adds the real gradients to Megatron's buffers."""
+    """Bytes of placeholder weight gradients, one per shape. Transformer Engine keeps these and
+    passes them to autograd, while it adds the real gradients to Megatron's buffers."""
 
     @property
     def work(self) -> float:
@@ -131,15 +134,15 @@ def total(parts: Sequence[Part]) -> Part:
     sums = Part._make(sum(sizes) for sizes in zip(*parts, strict=True))
     return sums._replace(
         transient=max(part.transient for part in parts),
-        # Layers of the same kind have the same shapes, so they share Transformer Engine's
-        # placeholder gradients.
+        # Layers of the same kind have the same shapes, so they share placeholder
+        # gradients in Transformer Engine.
         dummies=sum({part.dummies for part in parts}),
     )
 
 
 def beside(part: Part, overlap: float) -> Part:
-    """Return a part without the token exchange that computation can hide."""
-    # A part may take no time.
+    """Return a part without the share of the token exchange that computation can hide."""
+    # A part may take no time at all.
     computed_s = part.forward + part.input or 1.0
     shown_share = 1 - overlap * part.exchange / computed_s
     return part._replace(
@@ -150,20 +153,21 @@ def beside(part: Part, overlap: float) -> Part:
 def gather_s(
     device: DeviceKind, num_bytes: float, num_ranks: int, stride: int = 1
 ) -> float:
-    """Return the seconds that a gather or scatter takes over ranks with a stride.
+    """Return the seconds for a gather or scatter over ranks that are `stride` apart.
 
-    `num_bytes` is the size of the complete tensor, of which each rank has an equal part.
+    `num_bytes` is the size of the full tensor. Every rank holds an equal part of it.
     """
     if num_ranks == 1:
         return 0.0
     ranks_in_node = max(1, min(num_ranks, device.node_size // stride))
     link_rate = device.link_bytes * device.collective
     if ranks_in_node == num_ranks:
-        # A ring takes one step fewer than it has ranks, and each step moves one rank's part.
+        # A ring needs one step fewer than its number of ranks. Each step moves one
+        # rank's part.
         return device.message_s + (num_ranks - 1) * (
             device.hop_s + num_bytes / num_ranks / link_rate
         )
-    # In a ring across nodes, all participating devices in a node share its network adapters.
+    # In a ring across nodes, a node's participating devices share its network adapters.
     network_rate = device.network_bytes * ranks_in_node * device.network
     rate = min(network_rate, link_rate)
     return device.message_s * 2 + num_bytes * (num_ranks - 1) / num_ranks / rate
@@ -172,16 +176,16 @@ def gather_s(
 def all_to_all_s(
     device: DeviceKind, num_bytes: float, num_ranks: int, copies_sent_once: int = 0
 ) -> float:
-    """Return the seconds that consecutive ranks take to send `num_bytes` each.
+    """Return the seconds for an all-to-all in which consecutive ranks send `num_bytes` each.
 
-    If `copies_sent_once` is k, the k copies of a token cross a node's links only once per rank, and
-    the network only once per node. If it is 0, every copy is sent.
+    If `copies_sent_once` is k, a token's k copies are sent over a node's links once per rank and
+    over the network once per node. If it is 0, every copy is sent separately.
     """
     if num_ranks == 1:
         return 0.0
     ranks_in_node = min(num_ranks, device.node_size)
-    # The share for other ranks in the node crosses the node's links, while the remainder crosses
-    # the network.
+    # Data for other ranks in the same node goes over the node's links, and data for
+    # other nodes goes over the network.
     node_s = num_bytes * (ranks_in_node - 1) / num_ranks / device.link_bytes
     network_s = (
         num_bytes * (num_ranks - ranks_in_node) / num_ranks / device.network_bytes
@@ -198,7 +202,7 @@ def _distinct_share(place_share: float, copies: int) -> float:
 
 
 def recompute_modes(model: ModelSizes) -> list[frozenset[str]]:
-    """Return the sets of modules to recompute, from none to entire layers."""
+    """Return the sets of modules that can be recomputed, from none to entire layers."""
     norms = frozenset({"layernorm"})
     up_projection = frozenset({"mla_up_proj"})
     modes = [frozenset[str](), norms]
@@ -213,7 +217,7 @@ def recompute_modes(model: ModelSizes) -> list[frozenset[str]]:
 
 
 def mode_name(mode: frozenset[str]) -> str:
-    """Return the name for a set of modules to recompute."""
+    """Return the name of a set of recomputed modules."""
     return "+".join(sorted(mode)) or "none"
 
 
@@ -224,14 +228,14 @@ def recompute_flags(mode: frozenset[str]) -> str:
     if mode == FULL:
         return "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     flags = f"--recompute-granularity selective --recompute-modules {' '.join(sorted(mode))}"
-    # Megatron supports this only for grouped experts.
+    # Megatron supports `moe_act` only for grouped experts.
     if "moe_act" in mode:
         flags += " --moe-grouped-gemm"
     return flags
 
 
 class _Ledger:
-    """Adds up a part's kernels, by the module that recomputes them."""
+    """Adds up a part's kernels by recomputable module."""
 
     def __init__(
         self, device: DeviceKind, sharding: Sharding, *, in_low_precision: bool
@@ -252,10 +256,10 @@ class _Ledger:
         self.waiting_bytes = self.dummy_bytes = self.copy_bytes = 0.0
         self.params = self.expert_params = self.operations = 0.0
         self.num_launches = 0.0
-        """Number of kernels that the host launches outside graphs in the forward pass. A backward
-        pass has twice as many."""
+        """Number of kernels that the host launches outside graphs in the forward pass. The backward
+        pass launches twice as many."""
         self.waits_for_counts = False
-        """Whether the host waits for the number of tokens per expert."""
+        """Whether the host waits for the experts' token counts."""
 
     def linear(
         self,
@@ -266,9 +270,9 @@ class _Ledger:
         *,
         gathers: bool = False,
     ) -> None:
-        """Add a product [rows, inputs] x [inputs, outputs] and its two gradients.
+        """Add a GEMM [rows, inputs] x [inputs, outputs] and its two gradients.
 
-        With `gathers`, each tensor-parallel rank holds a part of the input.
+        If `gathers` is set, the input is divided across the tensor-parallel ranks.
         """
         self.params += inputs * outputs
         self._products(
@@ -280,12 +284,12 @@ class _Ledger:
             product_rate=self.product_rate,
             cast_bytes=self.cast_bytes,
         )
-        # Transformer Engine keeps the gathered input, whereas Megatron's own layers gather it
-        # again.
+        # Transformer Engine keeps the gathered input, whereas Megatron's own layers
+        # gather it again in the backward pass.
         input_parts = 1
         if gathers and self.sharding.techniques.is_local:
             input_parts = self.sharding.tensor
-        # The router runs a separate product, whose weight gradient does not wait.
+        # The router has a GEMM of its own, whose weight gradient does not wait.
         if module != "router":
             self.waiting_bytes += (
                 self.operand_bytes * rows * (inputs / input_parts + outputs)
@@ -293,7 +297,7 @@ class _Ledger:
         self.launch(module, _PRODUCT_KERNELS[self.precision])
 
     def experts(self, rows: float, inputs: float, outputs: float, count: int) -> None:
-        """Add the products for `count` experts with `rows` rows each."""
+        """Add the GEMMs of `count` experts with `rows` rows each."""
         self.expert_params += inputs * outputs * count
         if self.sharding.techniques.fuses_experts:
             rate_share = self.device.gemm_fused
@@ -327,7 +331,7 @@ class _Ledger:
         product_rate: float,
         cast_bytes: float,
     ) -> None:
-        """Add `count` products and their two gradients."""
+        """Add `count` GEMMs and their two gradients."""
         device = self.device
         techniques = self.sharding.techniques
         operand_bytes = self.operand_bytes
@@ -337,9 +341,9 @@ class _Ledger:
         def product_s(
             height: float, width: float, depth: float, traffic_bytes: float
         ) -> float:
-            """Return the seconds of products [height, depth] x [depth, width]."""
-            # A tile first loads operands, which takes as long as reading `tile_bytes`. The last
-            # wave of tiles takes as long as a full wave.
+            """Return the seconds for GEMMs [height, depth] x [depth, width]."""
+            # A tile first loads its operands, `tile_bytes` per row. The last wave of
+            # tiles takes as long as a full wave.
             load_factor = 1 + device.tile_bytes / (operand_bytes * depth)
             tiles = math.ceil(height / 256) * math.ceil(width / 128) * count
             wave_factor = (
@@ -353,7 +357,8 @@ class _Ledger:
             )
 
         self.operations += 2 * rows * weights
-        # The forward pass reads its input and the weights, and writes its output in bf16.
+        # The forward pass reads its input and the weights and writes its output in
+        # bf16.
         traffic_bytes = (
             all_rows * (operand_bytes * inputs + 2 * outputs) + operand_bytes * weights
         )
@@ -367,8 +372,8 @@ class _Ledger:
         self.input_s += cast_bytes * all_rows * outputs / self.memory_rate
         # The weight gradient reads the input and the output gradient.
         traffic_bytes = operand_bytes * all_rows * (inputs + outputs)
-        # The kernel either reads and writes the sum in Megatron's buffer, or writes a tensor in
-        # bf16.
+        # The kernel either updates the sum in Megatron's buffer (a read and a write) or
+        # writes a bf16 tensor.
         if techniques.fuses_gradients:
             traffic_bytes += 2 * techniques.gradient_bytes * weights
         else:
@@ -376,13 +381,14 @@ class _Ledger:
         self.weight_s += (
             product_s(inputs, outputs, rows, traffic_bytes) / device.gemm_weight
         )
-        # The forward pass uses a plain copy, and the input gradient uses a transposed copy.
+        # The forward pass uses a plain copy, and the input gradient a transposed one.
         if techniques.copies_weights and self.precision != "bf16":
             self.copy_bytes += 2 * operand_bytes * weights
         if techniques.fuses_gradients:
             self.dummy_bytes += 2 * inputs * outputs
         else:
-            # Another kernel reads that tensor, and reads and writes the sum in Megatron's buffer.
+            # A second kernel reads that tensor and updates the sum in Megatron's
+            # buffer.
             self.weight_s += (
                 2 * (1 + techniques.gradient_bytes) * weights / self.memory_rate
             )
@@ -390,14 +396,17 @@ class _Ledger:
     def elementwise(
         self, module: str, forward_bytes: float, backward_bytes: float, kernels: int = 1
     ) -> None:
-        """Add elementwise kernels, which take as long as their memory traffic."""
+        """Add elementwise kernels, which are limited by their memory traffic."""
         shortest_s = kernels * self.device.kernel_s
         self.forward_s[module] += max(forward_bytes / self.memory_rate, shortest_s)
         self.input_s += max(backward_bytes / self.memory_rate, shortest_s)
         self.launch(module, kernels)
 
     def keep(self, module: str, fused_bytes: float, local_bytes: float) -> None:
-        """Add the bytes kept until the backward pass with Transformer Engine or Megatron layers."""
+        """Add the bytes kept until the backward pass by Transformer Engine's or Megatron's layers.
+
+        Transformer Engine's layers keep `fused_bytes`, and Megatron's keep `local_bytes`.
+        """
         if self.sharding.techniques.is_local:
             self.saved_bytes[module] += local_bytes
         else:
@@ -409,10 +418,10 @@ class _Ledger:
         self.input_s += backward_s
 
     def launch(self, module: str, kernels: float) -> None:
-        """Count only kernels that run outside graphs."""
+        """Count the kernels' launches, unless a graph contains the kernels."""
         is_in_experts = module in ("moe", "moe_act")
-        # By value of `graphs`: whether this module's kernels run outside graphs. `step` covers all
-        # kernels.
+        # Value of `graphs` -> whether this module's kernels run outside graphs. `step`
+        # is missing because it covers all kernels.
         is_outside = {
             "none": True,
             "router": module not in ("router", "shared_experts"),
@@ -425,15 +434,15 @@ class _Ledger:
             self.waits_for_counts |= module == "moe"
 
     def delay(self, kernels_s: float, launches_factor: float) -> float:
-        """Return the factor by which launches slow down kernels that take `kernels_s`.
+        """Return the factor by which launches slow down a pass whose kernels take `kernels_s`.
 
-        `launches_factor` is the number of launches divided by the number in a forward pass.
+        `launches_factor` is the ratio of the pass's launches to a forward pass's.
         """
         launches_s = launches_factor * self.num_launches * self.device.launch_s
         shown_s = hidden_s = 0.0
         if self.sharding.techniques.overlaps_experts:
-            # A pass outside a pair also takes this long. The host launches kernels during the
-            # remaining time.
+            # A pass takes this long even outside a pair. The host launches kernels
+            # during the rest of the pass.
             hidden_s = self.device.pair_overlap * self.exchange_s / 2
             if self.waits_for_counts and not self.sharding.techniques.sends_once:
                 launches_s *= self.device.split_launches
@@ -462,7 +471,7 @@ class _Ledger:
         dropped_bytes = sum(self.saved_bytes[module] for module in recomputed)
         forward_s = sum(self.forward_s.values())
         backward_s = self.input_s + recomputed_s + self.weight_s
-        # A part may have no kernels, for example an end without layers.
+        # Some parts have no kernels, such as an end without layers.
         forward_delay = self.delay(forward_s, 1.0) if forward_s else 1.0
         backward_delay = self.delay(backward_s, 2.0) if backward_s else 1.0
         saved_bytes = layer_input_bytes
@@ -500,8 +509,8 @@ def part_of(
 ) -> Part:
     """Return the cost of a layer or an end; `mtp` means all multi-token prediction layers.
 
-    `mode` contains the recomputed modules. If `holds_embedding` is set, the rank holds the
-    embedding weights anyway, so a tied output layer and MTP need no copy.
+    `mode` contains the recomputed modules. If `holds_embedding` is set, the rank already holds the
+    embedding weights, so a tied output layer and MTP need no copy of them.
     """
     books = _Books(model, sharding, device, kind)
     if kind == "embedding":
@@ -518,7 +527,7 @@ def part_of(
 
 
 def parameters(model: ModelSizes, device: DeviceKind) -> tuple[float, float]:
-    """Return a model's number of weights without MTP: the total, and those used per token."""
+    """Return a model's total parameters and active parameters per token, both without MTP."""
     kinds: list[Kind | LayerKind] = ["embedding", "loss", *model.kinds]
     unsharded = Sharding(sequence=1)
     all_parts = total([part_of(model, kind, unsharded, device) for kind in kinds])
@@ -546,7 +555,7 @@ class _Books:
         self.hidden = float(model.hidden)
         self.tokens = sharding.sequence * sharding.micro_batch / sharding.context
         """Number of tokens per micro-batch on this rank. Between layers, tensor parallelism divides
-        the tokens."""
+        these further."""
         self.activation_elements = self.tokens * self.hidden / self.tensor
         """Number of elements of [s, b, h] on this rank."""
         self.table_params = model.vocabulary * self.hidden / self.tensor
@@ -554,8 +563,8 @@ class _Books:
         if kind == "loss":
             in_low_precision = sharding.techniques.outputs_in_8bit
         self.ledger = _Ledger(device, sharding, in_low_precision=in_low_precision)
-        # Transformer Engine quantizes a product's input before gathering it (in
-        # `gather_along_first_dim`). It scatters sums in bf16.
+        # Transformer Engine quantizes a GEMM's input before gathering it (in
+        # `gather_along_first_dim`) but scatters sums in bf16.
         activation_size = self.tokens * self.hidden
         gather = gather_s(
             device, self.ledger.operand_bytes * activation_size, self.tensor
@@ -570,8 +579,8 @@ class _Books:
         """Return the embedding part."""
         ledger = self.ledger
         elements = self.activation_elements
-        # Whether or not gradient accumulation is fused, a gradient as large as the table is cleared
-        # and added to Megatron's buffer.
+        # A gradient as large as the table is cleared and added to Megatron's buffer,
+        # even if gradient accumulation is fused.
         gradient_bytes = (
             2 * (2 + self.sharding.techniques.gradient_bytes) * self.table_params
         )
@@ -593,9 +602,10 @@ class _Books:
             gathers=True,
         )
         logits = self.tokens * model.vocabulary / self.tensor
-        # Bytes of traffic per logit. The unfused loss creates an fp32 copy, finds its maximum,
-        # subtracts it, exponentiates, sums, and divides by the sum. That adds up to 38 bytes in
-        # Megatron's `vocab_parallel_cross_entropy`; 35 were measured on an H100.
+        # Bytes of traffic per logit. The unfused loss makes an fp32 copy, finds its
+        # maximum, subtracts it, exponentiates, sums, and divides by the sum. In
+        # Megatron's `vocab_parallel_cross_entropy`, that adds up to 38 bytes. On an
+        # H100, 35 were measured.
         forward_bytes = 38
         backward_bytes = 10
         if self.sharding.fused_loss:
@@ -616,8 +626,8 @@ class _Books:
         if model.is_tied and holds_embedding:
             shared_params = self.table_params
         ledger.params += self.hidden * model.norm_weights - shared_params
-        # The unfused loss keeps the logits or their gradients in bf16, and the probabilities in
-        # fp32.
+        # The unfused loss keeps the logits or their gradients in bf16 and the
+        # probabilities in fp32.
         bytes_at_once = 6
         if self.sharding.fused_loss:
             bytes_at_once = 4
@@ -628,12 +638,12 @@ class _Books:
     def multi_token_prediction(
         self, layer: Part, loss: Part, *, holds_embedding: bool
     ) -> Part:
-        """Return the part with all heads, each of which has this layer and this loss."""
+        """Return the part with all prediction heads, given the layer and loss of a single head."""
         ledger = self.ledger
         model = self.model
         elements = self.activation_elements
-        # A head concatenates the hidden states with the next token's embedding, and projects the
-        # result.
+        # A head concatenates the hidden states with the next token's embedding and
+        # projects the result.
         ledger.linear(
             "base",
             self.tokens,
@@ -646,7 +656,7 @@ class _Books:
         ledger.keep(
             "base", 8 * elements, 2 * self._kept_by_norm(elements) + 4 * elements
         )
-        # There is one norm each for the hidden states, the embedding and the output.
+        # The hidden states, the embedding and the output have one norm each.
         ledger.params += 3 * self.hidden * model.norm_weights
         projection = ledger.part()
         # All heads share the output layer's weights.
@@ -666,8 +676,8 @@ class _Books:
         ledger = self.ledger
         model = self.model
         activation_bytes = 0.0
-        # `dense` and `moe` layers have attention and a feed-forward network. Layers in hybrid
-        # models have a single module.
+        # `dense` and `moe` layers consist of attention and a feed-forward network. A
+        # hybrid model's layers have a single module.
         if kind in ("dense", "moe", "attention"):
             self._attention()
             # Gather before the projections, and scatter after the last one.
@@ -696,7 +706,7 @@ class _Books:
         )
 
     def _kept_by_norm(self, elements: float, width: float | None = None) -> float:
-        """Return the bytes that torch's norm keeps for an input, by default of the hidden size.
+        """Return the bytes that torch's norm keeps for an input of `width`, or the hidden size.
 
         RMSNorm computes in fp32 and keeps two copies.
         """
@@ -712,13 +722,14 @@ class _Books:
         ledger.params += self.model.hidden * self.model.norm_weights
         ledger.keep("base", 2 * elements, self._kept_by_norm(elements))
         ledger.keep("layernorm", ledger.operand_bytes * elements, 2 * elements)
-        # In bf16, the norm's forward pass reads and writes each element. Its backward pass, like
-        # both passes of the residual addition, reads two tensors and writes one.
+        # In bf16, the norm's forward pass reads and writes each element. Its backward
+        # pass reads two tensors and writes one, as do both passes of the residual
+        # addition.
         ledger.elementwise("layernorm", 4 * elements, 6 * elements)
         ledger.elementwise("base", 6 * elements, 6 * elements)
 
     def _experts(self) -> float:
-        """Add a mixture of experts, and return the size of its gradients in bytes."""
+        """Add a mixture of experts and return the size of its gradients in bytes."""
         ledger = self.ledger
         model = self.model
         device = self.device
@@ -734,14 +745,14 @@ class _Books:
         ledger.linear("router", tokens, self.hidden, model.num_experts)
         score_bytes = 16 * tokens * model.num_experts
         ledger.elementwise("router", score_bytes, score_bytes, kernels=20)
-        # Latent experts are preceded and followed by a projection.
+        # In a latent mixture, there is a projection before and after the experts.
         if width != self.hidden:
             ledger.linear("moe", tokens, self.hidden, width)
             ledger.linear("moe", tokens, width, self.hidden)
             ledger.saved_bytes["moe"] += 4 * tokens * width
-        # Tokens are permuted and sorted by expert, in both directions. For all dispatchers, assume
-        # 6 bytes, which fits the measurements best. One kernel in each direction would move 8
-        # bytes.
+        # Tokens are permuted and sorted by expert, in both directions. Assume 6 bytes
+        # for every dispatcher, which fits the measurements best. One kernel in each
+        # direction would move 8 bytes.
         permuted_bytes = 6 * choices * width
         ledger.elementwise("moe", permuted_bytes, permuted_bytes, kernels=6)
         ledger.saved_bytes["moe"] += ledger.operand_bytes * choices * width
@@ -756,10 +767,11 @@ class _Books:
             traffic_bytes = bias_bytes * choices * width_up
             ledger.elementwise("moe", traffic_bytes, traffic_bytes, kernels=4)
         ledger.experts(choices / num_local, model.expert_ffn, width, num_local)
-        # Scores and, for each choice, its weight and its source and destination in 8 bytes.
+        # Scores and, for every choice, its weight and its source and destination in 8
+        # bytes.
         local_bytes = tokens * (3 * model.num_experts + 22 * model.top_k)
         ledger.keep("base", 8 * tokens * model.num_experts, local_bytes)
-        # Kept data is copied to a fixed-size buffer and back.
+        # Kept data is copied into a fixed-size buffer and back.
         if techniques.graphs == "step":
             copied_bytes = 2 * ledger.saved_bytes["moe"]
             ledger.elementwise("moe", copied_bytes, copied_bytes, kernels=2)
@@ -778,7 +790,7 @@ class _Books:
         return gradient_bytes
 
     def _shared_experts(self) -> float:
-        """Add the shared experts, and return the size of their gradients in bytes."""
+        """Add the shared experts and return the size of their gradients in bytes."""
         ledger = self.ledger
         width = self.model.shared_ffn / self.tensor
         projections_up = 2 if self.model.gated else 1
@@ -799,19 +811,20 @@ class _Books:
         inner_width = model.scan_heads * model.scan_head_size / self.tensor
         states = 2 * model.scan_groups * model.scan_state / self.tensor
         heads = model.scan_heads / self.tensor
-        # One projection computes the gate, the input, both state matrices, and a time step per
-        # head.
+        # A single projection computes the gate, the input, both state matrices and one
+        # time step per head.
         ledger.linear(
             "mamba", self.tokens, self.hidden, 2 * inner_width + states + heads
         )
-        # The convolution, chunked scan and gated norm are memory-bound, like the Triton kernels.
+        # The convolution, chunked scan and gated norm are memory-bound, as the Triton
+        # kernels are.
         channels = self.tokens * (inner_width + states)
         ledger.saved_bytes["mamba"] += 2 * self.tokens * (4 * inner_width + 2 * states)
         scan_bytes = self.device.scan_bytes * channels
         ledger.elementwise("mamba", scan_bytes, 2.5 * scan_bytes, kernels=14)
         ledger.linear("mamba", self.tokens, inner_width, self.hidden)
-        # Weights: a convolution over four tokens with a bias, the gated norm, and per head, the
-        # decay, the skip connection and the time-step bias.
+        # Weights: a convolution over four tokens with a bias, the gated norm, and each
+        # head's decay, skip connection and time-step bias.
         ledger.params += 5 * (inner_width + states) + inner_width + 3 * heads
         # Megatron counts the scan with this formula.
         ledger.operations += 7 * self.tokens * inner_width * model.scan_state
@@ -823,7 +836,7 @@ class _Books:
         query_width = heads * model.head_size
         value_width = heads * model.value_size
         self._norm()
-        # Positions are encoded by rotating an entire head, or only part of it in latent attention.
+        # Rotary positions rotate the entire head, or part of it in latent attention.
         # Learned positions need no rotation.
         if model.is_latent:
             key_value_width = self._latent_projections(heads, query_width, value_width)
@@ -843,7 +856,7 @@ class _Books:
     def _latent_projections(
         self, heads: float, query_width: float, value_width: float
     ) -> float:
-        """Add the projections for multi-latent attention. Return the width of keys and values."""
+        """Add multi-latent attention's projections and return the width of keys and values."""
         ledger = self.ledger
         model = self.model
         tokens = self.tokens
@@ -851,8 +864,8 @@ class _Books:
         key_value_rank = model.key_value_rank
         key_value_outputs = heads * (plain_size + model.value_size)
         ledger.params += key_value_rank * model.qk_norm
-        # Tensor parallelism does not divide the down-projections; each rank projects its own
-        # tokens.
+        # Tensor parallelism does not divide the down-projections. Each rank projects
+        # its own tokens.
         ledger.linear(
             "attention",
             tokens / self.tensor,
@@ -860,7 +873,7 @@ class _Books:
             key_value_rank + model.rotary_size,
         )
         ledger.linear("mla_up_proj", tokens, key_value_rank, key_value_outputs)
-        # The queries use the same input, so count that input only once.
+        # Queries use the same input, so count it only once.
         ledger.waiting_bytes -= (
             ledger.operand_bytes * tokens / self.tensor * self.hidden
         )
@@ -884,7 +897,7 @@ class _Books:
         ledger.saved_bytes["mla_up_proj"] += (
             2 * tokens * (2 * query_width + value_width)
         )
-        # Rotating in place takes one kernel, and joining the keys takes another one.
+        # One kernel rotates in place, and another joins the keys.
         traffic_bytes = 5 * tokens * query_width
         ledger.elementwise("mla_up_proj", traffic_bytes, traffic_bytes, kernels=6)
         return query_width + value_width
@@ -892,7 +905,7 @@ class _Books:
     def _projections(
         self, heads: float, query_width: float, value_width: float, rotated_width: int
     ) -> float:
-        """Add the projection for grouped-query attention. Return the width of keys and values."""
+        """Add grouped-query attention's projection and return the width of keys and values."""
         ledger = self.ledger
         model = self.model
         tokens = self.tokens
@@ -901,8 +914,8 @@ class _Books:
         key_value_width = groups * (model.head_size + model.value_size)
         output_width = query_width + key_value_width
         ledger.linear("attention", tokens, self.hidden, output_width, gathers=True)
-        # A view of a product's output keeps the complete output alive. Rotation copies queries and
-        # keys. If heads share groups, each group is copied for every head.
+        # A view of a GEMM's output keeps the entire output alive. Rotation copies
+        # queries and keys. If heads share a group, the group is copied for every head.
         copies_groups = groups < heads
         viewed_width = output_width
         if rotated_width and copies_groups:
@@ -931,13 +944,13 @@ class _Books:
     def _attention_kernels(
         self, query_width: float, value_width: float, key_value_width: float
     ) -> None:
-        """Add causal attention's products: two in the forward pass, five in the backward pass."""
+        """Add causal attention's GEMMs: two in the forward pass, five in the backward pass."""
         ledger = self.ledger
         model = self.model
         device = self.device
         sharding = self.sharding
-        # This is twice the mean number of keys that a query sees, because the mask removes half of
-        # the square.
+        # Twice the mean number of keys that a query sees, because the mask removes half
+        # of the square.
         seen_keys = sharding.sequence * (1 - model.window_share)
         seen_keys += min(sharding.sequence, 2 * model.window) * model.window_share
         operations = (
@@ -948,7 +961,7 @@ class _Books:
             * (query_width + value_width)
         )
         ledger.operations += operations
-        # Exponentials take as long for small heads as for large heads.
+        # Exponentials take just as long for small heads as for large ones.
         rate = device.flops * min(1.0, model.head_size / 128)
         if sharding.techniques.attends_in_8bit:
             rate *= device.attention_8bit
@@ -958,7 +971,7 @@ class _Books:
         )
         ledger.wait("core_attn", forward_s, backward_s)
         ledger.launch("attention", 10)
-        # The ring's messages are hidden by attention's products.
+        # Attention's GEMMs hide the ring's messages.
         if sharding.context > 1:
             ring_bytes = 2 * self.tokens * sharding.context * key_value_width
             ring_s = gather_s(device, ring_bytes, sharding.context, self.tensor)
@@ -969,12 +982,12 @@ class _Books:
     def _keep_attention(
         self, heads: float, value_width: float, rotated_width: int
     ) -> None:
-        """Add the bytes that attention's products keep."""
+        """Add the bytes that attention keeps."""
         ledger = self.ledger
         sharding = self.sharding
-        # Attention keeps its output in bf16, and a product in fewer bits also keeps a copy.
-        # Megatron's own attention keeps the scores in bf16, and sines and cosines for queries and
-        # keys.
+        # Attention keeps its output in bf16, and a GEMM in fewer bits keeps its own
+        # copy as well. Megatron's own attention keeps the scores in bf16, plus the
+        # sines and cosines for queries and keys.
         copy_bytes = 0.0
         if ledger.precision != "bf16":
             copy_bytes = ledger.operand_bytes
@@ -991,15 +1004,15 @@ class _Books:
         ledger.keep("core_attn", 0.0, score_bytes)
 
     def _activation(self, module: str, elements: float) -> float:
-        """Add the activation function, and return the size of its gradients in bytes."""
+        """Add the activation function and return the size of its gradients in bytes."""
         ledger = self.ledger
         num_inputs = 2 if self.model.gated else 1
-        # If only the activation function is recomputed, its input is kept.
+        # Recomputing only the activation function still requires its input to be kept.
         input_module = "moe" if module == "moe_act" else module
         ledger.saved_bytes[input_module] += 2 * num_inputs * elements
         ledger.saved_bytes[module] += ledger.operand_bytes * elements
-        # Without the fused kernel, a compiled kernel multiplies by the expert probabilities in
-        # fp32, and its backward pass reads everything twice.
+        # Without the fused kernel, a compiled kernel multiplies by the expert
+        # probabilities in fp32 and reads everything twice in the backward pass.
         bytes_per_element = 2.0
         if module == "moe_act" and not self.sharding.techniques.fuses_experts:
             bytes_per_element = self.device.activation
@@ -1007,5 +1020,5 @@ class _Books:
         forward_bytes = element_bytes * (num_inputs + 1)
         backward_bytes = element_bytes * (2 * num_inputs + 1)
         ledger.elementwise(module, forward_bytes, backward_bytes)
-        # The input and output gradients are in bf16.
+        # Input and output gradients are in bf16.
         return 2 * elements * (num_inputs + 1)

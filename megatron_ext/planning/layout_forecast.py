@@ -1,4 +1,4 @@
-"""Forecasts a layout's step time and memory, and bounds the step time over all cuts."""
+"""Forecasts a layout's step time and memory and bounds the step time over all cuts."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 _GIB = 2.0**30
 _STATE_BYTES = 12
-"""Bytes of optimizer state per parameter: fp32 weights and Adam's two moments."""
+"""Bytes of optimizer state per parameter: an fp32 weight and Adam's two moments."""
 _WEIGHT_BYTES = 2
 _UPDATE_BYTES = 34
-"""Bytes of optimizer traffic per parameter in its shard."""
+"""Bytes of optimizer traffic per parameter in the optimizer's shard."""
 _CLEAR_BYTES = 8
-"""Bytes of traffic per gradient on the rank, for clearing it and adding it to the norm."""
+"""Bytes of traffic to clear a gradient and add it to the norm, for all gradients on the rank."""
 _ENOUGH_ROUNDS = 3
 """Number of micro-batches per rank after which a table repeats and is extrapolated."""
 _MAX_DIVISIONS = 2**14
-"""Maximum number of cached divisions of a micro-batch. Searches with experts on thousands of
-devices need 4,000."""
+"""Maximum number of cached divisions of a micro-batch. Searches for models with experts need 4,000
+on thousands of devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +62,17 @@ class Layout:
     counts: tuple[int, ...]
     """Number of layers in each stage."""
     shares: tuple[float, ...]
-    """Each rank's share of the work."""
+    """By rank: share of the work."""
     step_s: float
     pipeline_s: float
-    """The part of `step_s` spent on the table."""
+    """The part of `step_s` that the table takes."""
     memory_gib: tuple[float, ...]
     """By rank: peak memory."""
     static_gib: tuple[float, ...]
     """The part of `memory_gib` for weights, gradients and optimizer states."""
     kept_gib: tuple[float, ...]
-    """The part of `memory_gib` for activations, with as many micro-batches on each stage as the
-    schedule keeps."""
+    """The part of `memory_gib` for activations, given how many micro-batches the schedule keeps on
+    each stage."""
     hidden: float = 0.0
     """Share of the token exchange that computation hides."""
 
@@ -84,14 +84,15 @@ class Layout:
 
     @cached_property
     def bound_s(self) -> float:
-        """Lower bound on this schedule's step time with these sizes, over all cuts."""
+        """Lower bound on this schedule's step time for these sizes, over all cuts."""
         return table_bound_s(self.job, self.sizes, self.schedule, self.chunks)
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s per device, as Megatron counts them."""
+        """TFLOP/s per device, counted as Megatron does."""
         sizes = self.sizes
-        # The operations are those of one tensor- and context-parallel rank, so count its tokens.
+        # The operations are those of a single tensor- and context-parallel rank, so
+        # divide by that rank's tokens.
         tokens = sizes.micro_batch * self.job.sequence / sizes.tp / sizes.cp
         forward_operations = (
             _model_cost(self.job, sizes).whole_model.operations / tokens
@@ -100,7 +101,7 @@ class Layout:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: share of the device's peak at this precision."""
+        """Model FLOPs utilization: the achieved fraction of the device's peak at this precision."""
         return self.tflops * 1e12 / self.job.device.peak(self.job.techniques.precision)
 
     @property
@@ -110,7 +111,7 @@ class Layout:
 
     @property
     def has_waiting_weights(self) -> bool:
-        """Whether weight gradients wait for idle time. Full backward passes leave none waiting."""
+        """Whether weight gradients wait for idle time, which requires split backward passes."""
         if not (self.job.waiting_weights and self.pairs and self.sizes.pp > 1):
             return False
         key = _table_key(self.job, self.sizes, self.schedule, self.chunks)
@@ -118,7 +119,7 @@ class Layout:
 
     @property
     def techniques(self) -> str:
-        """Megatron's flags for the techniques assumed by the forecast."""
+        """Megatron's flags for the techniques that the forecast assumes."""
         sizes = self.sizes
         kinds = set(self.job.model.kinds)
         return self.job.techniques.flags(kinds, sizes.tp, sizes.ep)
@@ -132,7 +133,7 @@ class Layout:
 
     @property
     def limit(self) -> str:
-        """The largest part of the step time that is not useful work."""
+        """The name of the largest part of the step time that is not useful work."""
         sizes = self.sizes
         job = self.job
         losses_s = {
@@ -143,7 +144,8 @@ class Layout:
             name = "recomputation"
             if sizes.mode == FULL:
                 name += " of whole layers"
-            # The cost of recomputation is the difference from the same sizes without recomputation.
+            # Recomputation costs the difference from the same sizes without
+            # recomputation.
             plain_s = _model_cost(
                 job, replace(sizes, mode=frozenset())
             ).whole_model.work
@@ -153,7 +155,7 @@ class Layout:
 
     @property
     def idle(self) -> float:
-        """Share of the pipeline's time during which a device is idle, averaged over all devices."""
+        """The idle share of the pipeline's time, averaged over all devices."""
         model_cost = _model_cost(self.job, self.sizes).whole_model
         work_s = (model_cost.work - self.hidden * model_cost.exchange) / self.sizes.pp
         return 1 - self.sizes.num_microbatches * work_s / self.pipeline_s
@@ -212,29 +214,30 @@ class Layout:
         return " ".join(flags)
 
 
-# -- costs of a model with a division of the work ------------------------------------------------
+# -- costs of a model for a given division of the work
+# -------------------------------------------
 
 
 class _KindCost(NamedTuple):
-    """A kind of layer in a model."""
+    """The cost of one layer kind in a model."""
 
     layer: Part
     beside: Part
-    """The layer, with its exchange hidden as far as pairs can hide it."""
+    """The layer without the part of its exchange that pairs can hide."""
     num_layers: int
 
 
 class _ModelCost(NamedTuple):
-    """The cost of a model with one division of the work on a micro-batch."""
+    """A model's cost for one way to divide a micro-batch's work."""
 
     layers: list[Part]
     first: Part
-    """Extra part in the first stage."""
+    """The first stage's extra part."""
     last: Part
-    """Extra part in the last stage."""
+    """The last stage's extra part."""
     whole_model: Part
     beside: Part
-    """The costs without the exchange that pairs can hide."""
+    """The entire model without the part of the exchange that pairs can hide."""
     kinds: list[_KindCost]
 
 
@@ -260,7 +263,7 @@ def _model_cost(
     )
 
 
-# Many sizes share a cache entry, because the pipeline's length is not an argument.
+# Many sizes share a cache entry, because the pipeline length is not an argument.
 @lru_cache(maxsize=_MAX_DIVISIONS)
 def _divided(
     model: ModelSizes,
@@ -293,7 +296,7 @@ def _divided(
 def _parts_by_stage(
     job: Question, sizes: ParallelSizes, counts: Sequence[int]
 ) -> list[list[Part]]:
-    """Return the layers and ends in each stage."""
+    """Return every stage's layers and ends."""
     cost = _model_cost(job, sizes)
     stages = []
     begin = 0
@@ -309,7 +312,7 @@ def _parts_by_stage(
 
 
 def stage_parts(plan: Layout) -> list[Part]:
-    """Return the cost of each stage in a layout."""
+    """Return the cost of every stage in a layout."""
     return [
         total(parts) for parts in _parts_by_stage(plan.job, plan.sizes, plan.counts)
     ]
@@ -319,8 +322,8 @@ def stage_parts(plan: Layout) -> list[Part]:
 
 
 def _num_holders(job: Question, sizes: ParallelSizes, twins: int) -> tuple[int, int]:
-    """Return how many devices hold the same weights, and how many hold the same experts."""
-    # With twins, two ranks hold each stage.
+    """Return how many devices hold the same weights and how many hold the same experts."""
+    # With twins, two ranks hold every stage.
     holders = sizes.replicas * sizes.cp * twins
     expert_holders = job.num_devices // (sizes.pp * sizes.ep) * twins
     return holders, expert_holders
@@ -330,7 +333,8 @@ def _static_bytes(job: Question, sizes: ParallelSizes, part: Part, twins: int) -
     """Return the bytes of weights, gradients and optimizer states on one device."""
     num_bytes = part.copies
     holders = _num_holders(job, sizes, twins)
-    # Each holder has all weights and gradients, but a distributed optimizer divides its states.
+    # Every holder has all weights and gradients, but a distributed optimizer shards its
+    # states.
     for params, num_holders in zip(
         (part.params, part.expert_params), holders, strict=True
     ):
@@ -349,36 +353,36 @@ def _memory_limit_bytes(job: Question) -> float:
 
 
 def _message_bytes(job: Question, sizes: ParallelSizes) -> float:
-    # In bf16. Each tensor-parallel rank sends its part of the sequence.
+    # Messages are in bf16. Each tensor-parallel rank sends its part of the sequence.
     return 2 * job.sequence * sizes.micro_batch * job.model.hidden / sizes.cp / sizes.tp
 
 
 def _mean_memory_bytes(
     job: Question, sizes: ParallelSizes, live_microbatches: float
 ) -> float:
-    """Return a rank's mean bytes while this many micro-batches are alive on its stages."""
+    """Return a rank's mean memory, in bytes, with this many micro-batches live on its stages."""
     model_cost = _model_cost(job, sizes).whole_model
-    # Two mirrored pipelines divide the optimizer states among more ranks than one pipeline, so this
-    # is a lower bound for any schedule.
+    # Two mirrored pipelines shard the optimizer states across more ranks than one
+    # pipeline does, so this is a lower bound for any schedule.
     static_bytes = _static_bytes(job, sizes, model_cost, 2)
     return (static_bytes + live_microbatches * model_cost.saved) / sizes.pp
 
 
 def is_tight(job: Question, sizes: ParallelSizes) -> bool:
-    """Return whether 1F1B fits only if its fullest ranks hold fewer layers than other ranks."""
-    # 1F1B keeps `pp` micro-batches on its first rank, and one micro-batch on its last rank.
+    """Return whether 1F1B fits only if the fullest ranks hold fewer layers than the others."""
+    # 1F1B keeps `pp` micro-batches on its first rank and one on its last rank.
     mean_live = min(sizes.num_microbatches, (sizes.pp + 1) / 2)
     return _mean_memory_bytes(job, sizes, mean_live) > _memory_limit_bytes(job)
 
 
 def _peak_kept_bytes(row: Row, stages: Sequence[Part]) -> float:
-    """Return the peak bytes of activations that a rank keeps while it runs its row."""
+    """Return the peak bytes of activations that a rank keeps while running its row."""
     changes = []
     for action in row:
         part = stages[action.stage]
         if action.kind == "F":
             changes.append(part.saved + part.logits)
-        elif action.kind == "I":  # only the operands of the weight gradients stay
+        elif action.kind == "I":  # only the weight gradients' operands stay
             changes.append(part.waiting - part.saved - part.logits)
         elif action.kind == "B":
             changes.append(-(part.saved + part.logits))
@@ -388,7 +392,7 @@ def _peak_kept_bytes(row: Row, stages: Sequence[Part]) -> float:
 
 
 class _RankLoad(NamedTuple):
-    """The parts that one rank computes, and the bytes that it keeps."""
+    """The parts that a rank computes and the bytes that it keeps."""
 
     part: Part
     kept_bytes: float
@@ -400,7 +404,7 @@ class _RankLoad(NamedTuple):
         # Logits are freed before the layers' backward passes begin.
         in_backward_bytes = self.kept_without_logits_bytes + self.part.transient
         activation_bytes = max(self.kept_bytes, in_backward_bytes)
-        # One message may arrive while another one is being sent.
+        # One message may arrive while another is being sent.
         return static_bytes + activation_bytes + self.part.dummies + 2 * message_bytes
 
 
@@ -408,7 +412,7 @@ class _RankLoad(NamedTuple):
 
 
 class _TableKey(NamedTuple):
-    """The arguments for a generator."""
+    """A generator's arguments."""
 
     schedule: str
     pp: int
@@ -418,10 +422,10 @@ class _TableKey(NamedTuple):
     costs: Costs = UNIT
     weights_at_once: bool = False
     num_waiting: int = 0
-    """Number of W actions that wait, besides those waiting in the table."""
+    """Number of W actions that wait in addition to those waiting in the table."""
 
 
-# Generating tables takes 40 % of the time of a search, and many sizes share a table.
+# Generating tables takes 40 % of the search time, and many sizes share a table.
 @lru_cache(maxsize=4096)
 def _table(key: _TableKey) -> Schedule:
     # Generators with a fixed number of chunks do not accept this argument.
@@ -464,21 +468,21 @@ def num_simulated(sizes: ParallelSizes, schedule: str) -> int:
     """Return the number of micro-batches to simulate, after which the table only repeats."""
     num_microbatches = sizes.num_microbatches
     pp = sizes.pp
-    # A shorter table would understate GPipe's memory, because GPipe keeps every micro-batch.
+    # GPipe keeps every micro-batch, so a shorter table would understate its memory.
     if schedule == "gpipe" or num_microbatches <= 2 * _ENOUGH_ROUNDS * pp:
         return num_microbatches
-    # Remove only whole rounds of 2 pp micro-batches. The remainder stays, because the end of a
-    # table that consists of rounds depends on it.
+    # Remove only whole rounds of 2 pp micro-batches. If a table is built from rounds,
+    # its end depends on the remainder, so keep that.
     round_size = 2 * pp
     num_rounds_beyond = (num_microbatches - _ENOUGH_ROUNDS * pp) // round_size
     return num_microbatches - num_rounds_beyond * round_size
 
 
 def _min_layers_of_ends(model: ModelSizes, num_stages: int) -> dict[str, int]:
-    """Return the minimum numbers of layers in the first and last stage, as `cut` takes them."""
+    """Return the first and last stages' minimum layer counts, as keyword arguments for `cut`."""
     num_missing = num_stages - model.num_layers
-    # If there are too few layers for all stages, the embedding and the loss must be stages without
-    # layers.
+    # If there are too few layers for all stages, the embedding and the loss must form
+    # stages without layers.
     least_last = 0 if model.mtp_layers or num_missing > 0 else 1
     least_first = 0 if num_missing > 1 - bool(model.mtp_layers) else 1
     return {"least_first": least_first, "least_last": least_last}
@@ -487,17 +491,18 @@ def _min_layers_of_ends(model: ModelSizes, num_stages: int) -> dict[str, int]:
 def _costs(
     job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: int
 ) -> Costs:
-    """Return the costs for the simulator, in seconds."""
+    """Return the simulator's costs, in seconds."""
     device = job.device
     pp = sizes.pp
     model_cost = total(list(stages))
-    # If a stage occupies an entire node, neighbouring stages are on different nodes.
+    # If a stage fills an entire node, neighbouring stages are on different nodes.
     if job.num_devices // pp * twins >= device.node_size:
         rate = device.network_bytes * device.network
     else:
         rate = device.link_bytes * device.collective
-    # A stage has a duration for each pass, because stages differ in the ratios of their passes.
-    # With one factor per stage, forecasts of split backward passes were up to 1.2 % off.
+    # Give every pass of a stage its own duration, because the ratios between passes
+    # differ from stage to stage. With one factor per stage, forecasts for split
+    # backward passes were up to 1.2 % off.
     exchange_shares = []
     stage_costs = []
     for stage in stages:
@@ -519,15 +524,15 @@ def _costs(
 def costs_of(
     job: Question, sizes: ParallelSizes, counts: Sequence[int], twins: int
 ) -> Costs:
-    """Return the costs of a cut's stages and of their messages, in seconds."""
+    """Return the costs of a cut's stages and messages, in seconds."""
     stages = [total(parts) for parts in _parts_by_stage(job, sizes, counts)]
     return _costs(job, sizes, stages, twins)
 
 
 def timeline_of(plan: Layout) -> Timeline:
-    """Return the simulated table for a layout with a pipeline, in seconds.
+    """Simulate the table of a layout with a pipeline and return its timeline, in seconds.
 
-    If there are many micro-batches, the simulation stops when the table repeats.
+    If there are many micro-batches, the simulation stops once the table repeats.
     """
     sizes = plan.sizes
     table = _table(_table_key(plan.job, sizes, plan.schedule, plan.chunks))
@@ -541,9 +546,9 @@ def timeline_of(plan: Layout) -> Timeline:
 def least_step_s(job: Question, sizes: ParallelSizes, *twins: int) -> float:
     """Return a lower bound on the step time over all orders and cuts; infinite if none fits.
 
-    `twins` are the numbers of pipelines to consider: one and two by default.
+    `twins` lists the pipeline counts to consider, by default one and two.
     """
-    # Between its forward and its backward passes, a micro-batch is alive on all stages.
+    # Between its forward and backward passes, a micro-batch is live on all stages.
     if _mean_memory_bytes(job, sizes, 1) > _memory_limit_bytes(job):
         return math.inf
     if not twins:
@@ -554,28 +559,28 @@ def least_step_s(job: Question, sizes: ParallelSizes, *twins: int) -> float:
 def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
     """Return a lower bound on the step time over all orders and cuts, with or without twins.
 
-    The busiest rank has at least the mean work and at least its share of entire layers. One
-    micro-batch must run forward and backward through all stages. On some rank, the reductions,
-    gathers and updates take at least as long as on a mean rank, because their time is convex in the
-    number of weights.
+    The busiest rank has at least the mean work and at least its share of entire layers. At least
+    one micro-batch must run forward and backward through all stages. On some rank, the reductions,
+    gathers and updates take at least as long as they would for the mean number of weights, because
+    their time is convex in that number.
     """
-    # Assume that pairs hide the largest share of the exchange that the device can hide.
+    # Assume that pairs hide as much of the exchange as the device can hide.
     overlap = job.device.pair_overlap if runs_pairs(job, sizes) else 0.0
     model = _model_cost(job, sizes, overlap)
     model_cost = model.beside
     pp = sizes.pp
     num_microbatches = sizes.num_microbatches
-    # Some rank has at least as many layers of a kind as an even distribution would give it, rounded
-    # up. Twins distribute them over half of the ranks, and each twin runs half of the
-    # micro-batches.
+    # For every layer kind, some rank has at least as many layers as in an even
+    # distribution, rounded up. Twins distribute the layers over half of the ranks, and
+    # each twin runs half of the micro-batches.
     whole_layers_s = 0.0
     for kind in model.kinds:
         layers_of_rank = -(-twins * kind.num_layers // pp)
         rank_s = layers_of_rank * kind.beside.work / twins
-        # No backward pass runs before the first micro-batch has passed all stages, so until then
-        # forward passes have no partner. Because layers pair one to one, an equal number of
-        # backward passes has no partner either. If a rank does anything else in the meantime,
-        # including waiting, that time is lost.
+        # No backward pass runs until the first micro-batch has passed through all
+        # stages, so until then, forward passes have no partner. Because layers pair one
+        # to one, the same number of backward passes has no partner either. Whatever
+        # else a rank does in the meantime, including waiting, that time is lost.
         unpaired_share = min(1.0, overlap * kind.layer.exchange / kind.layer.forward)
         lost_s = unpaired_share * model.whole_model.forward
         whole_layers_s = max(whole_layers_s, rank_s + lost_s / num_microbatches)
@@ -604,23 +609,23 @@ def table_bound_s(
     twins = get(schedule).twins
     num_stages = sizes.pp * chunks // twins
     min_layers = [0] * num_stages
-    # A fixed layout may have stages without layers, so it implies no minimum.
+    # A fixed layout may have stages without layers, so there is no minimum.
     if "layout" not in job.fixed:
         ends = _min_layers_of_ends(job.model, num_stages)
         min_layers = [ends["least_first"], *[1] * (num_stages - 2), ends["least_last"]]
-    # Check this before the table is generated: for DeepSeek-V3 on 2,048 devices, tables with more
-    # stages than layers took 12 of 102 s of the search.
+    # Check this before generating the table: for DeepSeek-V3 on 2,048 devices, tables
+    # with more stages than layers accounted for 12 s of a 102 s search.
     if sum(min_layers) > job.model.num_layers:
         return math.inf
     key = _table_key(job, sizes, schedule, chunks)
     try:
         table = _table(key)
-    except ScheduleError:  # the schedule does not run with these sizes
+    except ScheduleError:  # the schedule does not support these sizes
         return math.inf
     cost = _model_cost(job, sizes)
     overlap = job.device.pair_overlap if key.pairs else 0.0
-    # Each twin runs half of the micro-batches, and a message may arrive while another one is being
-    # sent.
+    # Each twin runs half of the micro-batches, and one message may arrive while another
+    # is being sent.
     span_s = CutBound(
         table=table,
         uses=_uses(key),
@@ -651,19 +656,18 @@ def forecast(
     costs: Costs = UNIT,
     at_once: bool = False,
 ) -> Layout | None:
-    """Return a schedule's layout, or None if it is impossible or does not fit into memory.
+    """Return a schedule's layout, or None if it is impossible or does not fit in memory.
 
     Args:
         job: The planner's question.
-        sizes: The layout's sizes, without cut and schedule.
+        sizes: The layout's sizes, without its cut and schedule.
         schedule: A registered name.
-        chunks: Number of stages on each rank.
-        counts: Number of layers in each stage. None: the faster of the cuts into even ranks and
-        into even stages.
-        worst_s: Step time that a layout must beat. The time of a slower layout may be
-        underestimated.
-        costs: Durations for which the table is generated.
-        at_once: Whether each weight gradient runs right after its input gradient.
+        chunks: Number of stages per rank.
+        counts: Number of layers in each stage. None: the cut into even ranks or the one into even
+            stages, whichever is faster.
+        worst_s: Step time that a layout must beat. A slower layout's time may be underestimated.
+        costs: Durations to generate the table for.
+        at_once: Whether every weight gradient runs right after its input gradient.
     """
     if sizes.pp == 1:
         return _forecast_of_one_stage(job, sizes, schedule, chunks)
@@ -684,7 +688,7 @@ def forecast(
 def _even_cuts(
     job: Question, sizes: ParallelSizes, table: Schedule, chunks: int
 ) -> list[tuple[int, ...]]:
-    """Return the cuts into even ranks and, with several chunks, into even stages.
+    """Return the cut into even ranks and, if there are several chunks, the one into even stages.
 
     Raises:
         ScheduleError: The layers cannot be divided into the stages.
@@ -696,10 +700,10 @@ def _even_cuts(
     last_work = beside(cost.last, overlap).work
     ends = _min_layers_of_ends(job.model, placement.num_stages)
     cuts = set()
-    # With one chunk, each rank is one stage.
+    # With one chunk, every rank has a single stage.
     divisions = (False, True) if chunks > 1 else (False,)
-    # Which division is faster depends on the schedule: with even ranks only, interleaved was up to
-    # 5 % slower.
+    # The schedule determines which division is faster. With even ranks alone,
+    # interleaved was up to 5 % slower.
     for by_stage in divisions:
         counts = cut(
             layer_works,
@@ -716,7 +720,7 @@ def _even_cuts(
 def _forecast_of_one_stage(
     job: Question, sizes: ParallelSizes, schedule: str, chunks: int
 ) -> Layout | None:
-    """Return the layout without a pipeline; None if that layout does not fit."""
+    """Return the layout without a pipeline, or None if it does not fit."""
     cost = _model_cost(job, sizes)
     num_microbatches = sizes.num_microbatches
     model_cost = cost.whole_model
@@ -725,12 +729,12 @@ def _forecast_of_one_stage(
     live_microbatches = 1.0
     hidden = 0.0
     if runs_pairs(job, sizes):
-        # All except the first forward and the last backward pass have a partner.
+        # All passes except the first forward and the last backward pass have a partner.
         hidden = job.device.pair_overlap * (num_microbatches - 1) / num_microbatches
         pipeline_s -= hidden * num_microbatches * model_cost.exchange
         if num_microbatches > 1:
-            # Within a pair, the backward pass frees its activations layer by layer, while the
-            # forward pass keeps all of its activations.
+            # Within a pair, the backward pass frees its activations layer by layer,
+            # while the forward pass keeps all of its own.
             live_microbatches += 1 / num_layers
     kept_bytes = live_microbatches * model_cost.saved
     ranks = [_RankLoad(model_cost, kept_bytes + model_cost.logits, kept_bytes)]
@@ -743,7 +747,7 @@ def _forecast_of_one_stage(
 
 
 class _Span(NamedTuple):
-    """The time from the first to the last action on any rank."""
+    """The time from the first action to the last action on any rank."""
 
     pipeline_s: float
     hidden: float
@@ -757,9 +761,9 @@ def _forecast_of_table(
     counts: Sequence[int],
     worst_s: float,
 ) -> Layout | None:
-    """Return the layout with a table and a cut.
+    """Return the layout for a table and a cut.
 
-    Return None if it does not fit or if the cut and the table have different numbers of stages.
+    Return None if it does not fit, or if the cut and the table have different numbers of stages.
     """
     table = _table(key)
     placement = table.placement
@@ -775,8 +779,8 @@ def _forecast_of_table(
             if placement.rank_of[stage] == rank:
                 rank_parts += parts
         kept_bytes = _peak_kept_bytes(row, stages)
-        # The loss keeps logits only until its backward pass begins, so compute the peak with and
-        # without them.
+        # The loss keeps logits only until its own backward pass begins, so compute the
+        # peak both with and without them.
         kept_without_logits_bytes = _peak_kept_bytes(row, stages_without_logits)
         ranks.append(
             _RankLoad(total(rank_parts), kept_bytes, kept_without_logits_bytes)
@@ -806,16 +810,17 @@ def _simulated_span(
     ranks: Sequence[_RankLoad],
     worst_s: float,
 ) -> _Span:
-    """Return the span of the table with all micro-batches.
+    """Return the span of the table for all micro-batches.
 
-    If the step is longer than `worst_s`, the span may be underestimated.
+    The span may be underestimated if the step takes longer than `worst_s`.
     """
     table = _table(key)
     twins = table.placement.twins
     costs = _costs(job, sizes, stages, twins)
     timeline = simulate(table, costs)
     num_beyond = sizes.num_microbatches - key.num_microbatches
-    # Each further micro-batch takes at least as long as the work on the busiest rank.
+    # Every additional micro-batch takes at least as long as the work on the busiest
+    # rank.
     ranks_s = []
     for rank, hidden_share in zip(ranks, timeline.hidden_in_pairs, strict=True):
         ranks_s.append(rank.part.work - hidden_share * rank.part.exchange)
@@ -825,9 +830,9 @@ def _simulated_span(
         num_beyond
         and pipeline_s + _slowest_around_s(job, sizes, ranks, twins) < worst_s
     ):
-        # Simulate one more round, because ranks may wait in every round. For Llama 3 8B with 128
-        # micro-batches on 64 H100, this makes the step under interleaved with 5 chunks 15 % longer,
-        # as the simulation of the whole table does.
+        # Simulate one more round, because ranks may wait in every round. For Llama 3 8B
+        # with 128 micro-batches on 64 H100s, this makes the interleaved schedule's step
+        # with 5 chunks 15 % longer, as does simulating the entire table.
         longer_key = key._replace(num_microbatches=key.num_microbatches + 2 * sizes.pp)
         longer = simulate(_table(longer_key), costs)
         microbatch_s = (longer.makespan - timeline.makespan) / (2 * sizes.pp)
@@ -875,7 +880,8 @@ def _layout(
         schedule=schedule,
         chunks=chunks,
         counts=counts,
-        # With twins, each rank has parts of both pipelines, which together are two models.
+        # With twins, every rank has parts of both pipelines, which together form two
+        # models.
         shares=tuple(rank.part.work / model_cost.work / twins for rank in ranks),
         step_s=span.pipeline_s + _slowest_around_s(job, sizes, ranks, twins),
         pipeline_s=span.pipeline_s,
@@ -895,11 +901,11 @@ def _slowest_around_s(
 def _around_step_s(
     job: Question, sizes: ParallelSizes, rank: Part, twins: int
 ) -> float:
-    """Return the seconds of a step outside the pipeline: exposed reductions and the update."""
+    """Return a step's time outside the pipeline: exposed reductions, gathers and the update."""
     device = job.device
     holders, expert_holders = _num_holders(job, sizes, twins)
-    # The stride between ranks with the same weights is one tensor-parallel group, and between ranks
-    # with the same experts one expert-parallel group.
+    # The stride between ranks with the same weights is the tensor-parallel size, and
+    # between ranks with the same experts the expert-parallel size.
     reduced_s = gathered_s = updated_s = 0.0
     for params, num_holders, stride in (
         (rank.params, holders, sizes.tp),
@@ -914,14 +920,16 @@ def _around_step_s(
                 weight_bytes = _WEIGHT_BYTES * params
                 gathered_s += gather_s(device, weight_bytes, num_holders, stride)
             else:
-                # Each holder needs all gradients, updates all weights, and gathers none.
+                # Every holder needs all gradients, updates all weights and gathers
+                # none.
                 shards = 1
                 reduced_s += 2 * scatter_s
             update_bytes = params * (_UPDATE_BYTES / shards + _CLEAR_BYTES)
             updated_s += update_bytes / (device.memory_bytes * device.memory)
     if not job.overlaps:
         return updated_s + reduced_s + gathered_s
-    # Reductions overlap with the last backward pass, and gathers with the first forward pass.
+    # Reductions overlap with the last backward pass and gathers with the first forward
+    # pass.
     shown_reduced_s = max(0.0, reduced_s - rank.input - rank.weight)
     shown_gathered_s = max(0.0, gathered_s - rank.forward)
     return updated_s + (shown_reduced_s + shown_gathered_s)

@@ -1,4 +1,4 @@
-"""Searches sizes, cuts, schedules and recomputation for the shortest step, with a lower bound."""
+"""Searches sizes, cuts, schedules and recomputation for the shortest step and bounds its time."""
 
 from __future__ import annotations
 
@@ -34,52 +34,51 @@ if TYPE_CHECKING:
     from megatron_ext.planning.techniques import Techniques
 
 MEGATRONS = ("1f1b", "interleaved")
-"""Schedules that Megatron also has."""
+"""The schedules that Megatron has, too."""
 _MAX_PAIRED_RANKS = 16
-"""With more ranks than this, pairs are tried only if requested. Searching tables for pairs takes
-seconds up to this number, but minutes for 64 ranks."""
+"""With more ranks than this, pairs are tried only on request. Searching tables with pairs takes
+seconds up to this number but minutes for 64 ranks."""
 _MAX_STAGES = 64
 _MAX_CHUNKS = 8
 
 
 @dataclass
 class SearchResult:
-    """Result of a search, which may still be in progress."""
+    """The result of a search, which may still be in progress."""
 
     plans: list[Layout] = field(default_factory=list)
-    """The best layouts, starting with the shortest step."""
+    """The best layouts, sorted by step time."""
     bound_s: float = math.inf
     """Lower bound on the step time over all layouts in the search space."""
     num_sizes: int = 0
     num_evaluated: int = 0
     is_complete: bool = True
-    """False if the search was interrupted. The bound then includes the remaining sizes."""
+    """False if the search was interrupted. The bound then covers the remaining sizes as well."""
 
     @property
     def gap(self) -> float:
-        """Relative distance between the best layout and the bound."""
+        """The relative gap between the best layout and the bound."""
         return self.plans[0].step_s / self.bound_s - 1
 
 
 class _Visit(NamedTuple):
-    """Sizes to visit. Visits sort in visiting order."""
+    """Sizes to visit. Sorting visits puts them in visiting order."""
 
     is_tight: bool
     bound_s: float
     number: int
-    """Position in the search space, which breaks ties between equal bounds."""
+    """Position in the search space, as a tie-breaker for equal bounds."""
     sizes: ParallelSizes
 
 
 _Group = tuple[int, int]
-"""(pipeline ranks, simulated micro-batches). Sizes with the same values share their tables."""
+"""(pipeline ranks, simulated micro-batches). Sizes for which both are the same share tables."""
 
 
 class _Queue:
     """The remaining visits.
 
-    Most of the time is spent on generating tables, so sizes that share tables go to the same
-    visitor.
+    Generating tables takes most of the time, so sizes that share tables go to the same visitor.
     """
 
     def __init__(self, visits: Sequence[_Visit]) -> None:
@@ -87,7 +86,8 @@ class _Queue:
         for visit in visits:
             group = visit.sizes.pp, num_simulated(visit.sizes, MEGATRONS[0])
             self._groups[group].append(visit)
-        # Group -> the visitor for its sizes, whose process has cached the tables.
+        # Group -> the visitor for its sizes. The visitor's process has cached the
+        # tables.
         self._owners: dict[_Group, Caller] = {}
         self.num_groups = len(self._groups)
 
@@ -95,8 +95,8 @@ class _Queue:
         return sum(len(visits) for visits in self._groups.values())
 
     def pop(self, visitor: Caller) -> _Visit:
-        """Return a visitor's next visit; take over another group if its own groups are empty."""
-        # This visitor's groups, and groups that no visitor has started.
+        """Return a visitor's next visit, from another group if its own groups are empty."""
+        # The visitor's own groups, and groups that no visitor has started.
         own_groups = []
         for candidate in self._groups:
             if self._owners.get(candidate, visitor) is visitor:
@@ -111,7 +111,7 @@ class _Queue:
         return visit
 
     def bounds_s(self) -> list[float]:
-        """Return the bounds for all remaining visits."""
+        """Return the bounds of all remaining visits."""
         bounds_s = []
         for visits in self._groups.values():
             bounds_s += [visit.bound_s for visit in visits]
@@ -126,12 +126,12 @@ def search(
     *,
     stops_at_first: bool = False,
 ) -> SearchResult:
-    """Return the layouts with the shortest steps, by branch and bound over all sizes.
+    """Return the layouts with the shortest steps, using branch and bound over all sizes.
 
-    Sizes are visited in the order of their bounds, except that sizes that barely fit come last. All
-    schedules and cuts that can still beat the worst of the best layouts are evaluated. Several
+    Sizes are visited in order of their bounds, except that sizes that barely fit come last. All
+    schedules and cuts that can still beat the worst layout kept so far are evaluated. Several
     processes, forked from this one, find the same layouts as a single process. If the search is
-    interrupted, the best layouts so far are returned.
+    interrupted, it returns the best layouts so far.
 
     Args:
         job: The planner's question.
@@ -141,7 +141,8 @@ def search(
         stops_at_first: Whether to return as soon as any layout fits.
 
     Raises:
-        ArgumentsError: No sizes fit the fixed values, or the devices and the batch.
+        ArgumentsError: No sizes are compatible with the fixed values, or with the devices and the
+            batch.
         MegatronExtError: A process was killed.
     """
     space = list(_space(job))
@@ -153,12 +154,12 @@ def search(
             "replicas divide"
         )
     result = SearchResult(num_sizes=len(space))
-    # Report progress now, because computing the bounds for thousands of sizes takes seconds.
+    # Report progress now, because bounding thousands of sizes takes seconds.
     progress(result, len(space))
     queue = _Queue(_visits(job, space))
     bounds_s: list[float] = []
-    """Bounds for all sizes that were visited or ruled out."""
-    # Visitor -> bound for the sizes that it is evaluating.
+    """The bounds of all sizes that were visited or ruled out."""
+    # Visitor -> bound of the sizes that it is evaluating.
     busy: dict[Caller, float] = {}
     with callers(
         partial(_visited, job, keep), min(processes, queue.num_groups)
@@ -166,11 +167,12 @@ def search(
         try:
             while True:
                 for visitor in visitors:
-                    # Give each idle visitor the next sizes that may still beat the worst layout.
+                    # Give every idle visitor the next sizes that could still beat the
+                    # worst layout.
                     while visitor not in busy and len(queue):
                         visit = queue.pop(visitor)
                         is_full = len(result.plans) == keep
-                        # The result's bound includes the bounds for sizes that are ruled out.
+                        # The result's bound covers sizes that are ruled out as well.
                         if is_full and visit.bound_s >= result.plans[-1].step_s:
                             bounds_s.append(visit.bound_s)
                             continue
@@ -179,7 +181,7 @@ def search(
                         visitor.begin(result.plans, visit.sizes)
                 if not busy:
                     break
-                # Every result may exclude sizes that are still in the queue.
+                # Each result may rule out sizes that are still in the queue.
                 for visitor in ended(busy):
                     visited: _Visited = visitor.result()
                     del busy[visitor]
@@ -207,32 +209,33 @@ def fits(job: Question) -> bool:
         result = search(job, keep=1, stops_at_first=True)
     except ArgumentsError:  # the devices and the batch allow no sizes
         return False
-    # If the search was interrupted before a layout fitted, the answer is unknown.
+    # If the search was interrupted before it found a layout, the answer is unknown.
     if not (result.plans or result.is_complete):
         raise KeyboardInterrupt
     return bool(result.plans)
 
 
 def _visits(job: Question, space: Sequence[ParallelSizes]) -> list[_Visit]:
-    """Return the visits to all sizes that may fit, in order."""
+    """Return the visits to all sizes that may fit, in visiting order."""
     visits = []
     for number, sizes in enumerate(space):
         bound_s = math.inf
         for variant in _variants(job, sizes):
             bound_s = min(bound_s, least_step_s(variant, sizes))
         if bound_s < math.inf:
-            # Visit tight sizes last, because ruling out nearly all of them takes a long time. In
-            # the order of their bounds alone, one search found its first layout only after 18 s.
+            # Visit tight sizes last, because nearly all of them are ruled out in the
+            # end, which takes a long time. Ordered by bound alone, one search took 18 s
+            # to find its first layout.
             tight = is_tight(with_graphs(job, sizes), sizes)
             visits.append(_Visit(tight, bound_s, number, sizes))
     return sorted(visits)
 
 
 class _Visited(NamedTuple):
-    """Outcome of a visit."""
+    """The outcome of a visit."""
 
     plans: list[Layout]
-    """The best plans, including the plans that the visitor started with."""
+    """The best plans, including those that the visitor started with."""
     bounds_s: list[float]
     """One bound per schedule."""
     num_evaluated: int
@@ -241,14 +244,14 @@ class _Visited(NamedTuple):
 def _visited(
     job: Question, keep: int, plans: list[Layout], sizes: ParallelSizes
 ) -> _Visited:
-    """Evaluate all schedules of these sizes that may beat the worst of the given plans."""
+    """Evaluate all schedules for these sizes that may beat the worst of the given plans."""
     bounds_s = []
     num_evaluated = 0
     for variant, schedule, chunks in _orders(job, sizes):
-        # Each better layout lowers the limit for the next schedules.
+        # Every better layout lowers the limit for the schedules that follow.
         worst_s = plans[-1].step_s if len(plans) == keep else math.inf
         twins = get(schedule).twins if sizes.pp > 1 else 1
-        # Check this bound first, because the next bound needs the table, which takes a long time to
+        # Check this bound first, because the next one needs the table, which is slow to
         # generate.
         if least_step_s(variant, sizes, twins) >= worst_s:
             continue
@@ -264,7 +267,7 @@ def _visited(
 
 
 def _best(plans: Sequence[Layout], keep: int) -> list[Layout]:
-    """Return the plans with the shortest steps, one for each combination of sizes and schedule."""
+    """Return the plans with the shortest steps, one per combination of sizes and schedule."""
     distinct: dict[tuple[ParallelSizes, str], Layout] = {}
     for plan in sorted(plans, key=lambda plan: plan.step_s):
         distinct.setdefault((plan.sizes, plan.schedule), plan)
@@ -275,12 +278,12 @@ def _best(plans: Sequence[Layout], keep: int) -> list[Layout]:
 
 
 def _powers_of_two(limit: int) -> list[int]:
-    """Return the powers of two up to a limit, at least 1."""
+    """Return the powers of two up to a limit, starting with 1, which is always included."""
     return [2**exponent for exponent in range(max(1, limit).bit_length())]
 
 
 def _space(job: Question) -> Iterator[ParallelSizes]:
-    """Yield all sizes that Megatron accepts, whether or not they fit into memory."""
+    """Yield all sizes that Megatron accepts, whether or not they fit in memory."""
     # The order of these loops breaks ties between equal bounds (`_Visit.number`).
     choices = _Choices(job)
     for tp in choices.tensor():
@@ -308,7 +311,7 @@ def _space(job: Question) -> Iterator[ParallelSizes]:
 
 
 class _Choices:
-    """The sizes that the planner tries, or the fixed size, except sizes that Megatron rejects."""
+    """Candidate values for each size, or its fixed value, except those that Megatron rejects."""
 
     def __init__(self, job: Question) -> None:
         self._job, self._model = job, job.model
@@ -316,7 +319,7 @@ class _Choices:
     def tensor(self) -> list[int]:
         model = self._model
         job = self._job
-        # Across nodes, each layer would wait for the network.
+        # Across nodes, every layer would wait for the network.
         powers = _powers_of_two(min(job.device.node_size, model.query_groups * 2, 8))
         divided = (job.num_devices, model.heads, model.query_groups, model.ffn)
         sizes = []
@@ -327,7 +330,7 @@ class _Choices:
 
     def pipeline(self, tp: int) -> list[int]:
         num_devices = self._job.num_devices
-        # The embedding and the loss may be stages without layers.
+        # The embedding and the loss may form stages without layers.
         longest = min(self._model.num_layers + 2, _MAX_STAGES, num_devices)
         lengths = [pp for pp in range(1, longest + 1) if num_devices // tp % pp == 0]
         return self._fixed_or("pp", lengths)
@@ -336,7 +339,7 @@ class _Choices:
         job = self._job
         sizes = []
         for cp in self._fixed_or("cp", _powers_of_two(job.sequence // 4096)):
-            # Each context-parallel rank has parts of both halves of a sequence.
+            # Every context-parallel rank has parts of both halves of a sequence.
             parts = tp * 2 * cp if cp > 1 else tp
             if job.num_devices % (tp * pp * cp) == 0 and job.sequence % parts == 0:
                 sizes.append(cp)
@@ -351,7 +354,7 @@ class _Choices:
             powers = [ep for ep in _powers_of_two(divisor) if divisor % ep == 0]
         sizes = []
         for ep in self._fixed_or("ep", powers):
-            # Each rank has the same number of experts. Without experts, ep is 1.
+            # Every rank has the same number of experts. Without experts, ep is 1.
             if devices_of_stage % ep == 0 and (num_experts or 1) % ep == 0:
                 sizes.append(ep)
         return sizes
@@ -397,7 +400,7 @@ def _refuses_pairs(job: Question, sizes: ParallelSizes) -> bool:
     """Return whether Megatron or a rule in this package rejects pairs for these sizes."""
     model = job.model
     mode = sizes.mode
-    # Without a pipeline, Megatron's own overlap is used, and it has more restrictions.
+    # Without a pipeline, Megatron's own overlap is used, which has more restrictions.
     if sizes.pp == 1 and (mode == FULL or model.mtp_layers > 0):
         return True
     granularity = "selective"
@@ -415,9 +418,10 @@ def _refuses_pairs(job: Question, sizes: ParallelSizes) -> bool:
 
 
 def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[Question, str, int]]:
-    """Yield each variant of the question, with a schedule and the number of stages per rank."""
+    """Yield every variant of the question with every schedule and its number of stages per rank."""
     for variant in _variants(job, sizes):
-        # CUDA graphs work only with Megatron's own schedules, and only interleaving has pairs.
+        # CUDA graphs work only with Megatron's own schedules, of which only interleaved
+        # has pairs.
         takes_graphs = ("interleaved",) if runs_pairs(variant, sizes) else MEGATRONS
         takes_all = sizes.pp == 1 or variant.techniques.graphs == "none"
         for schedule, chunks in _schedules(job, sizes):
@@ -426,7 +430,7 @@ def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[Question, str
 
 
 def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]:
-    """Yield schedules and their numbers of stages per rank."""
+    """Yield schedules, each with a number of stages per rank."""
     fixed = job.fixed
     if sizes.pp == 1:  # without a pipeline, there is no schedule or cut to fix
         num_stages = 1
@@ -436,13 +440,14 @@ def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]
             yield "none", 1
         return
     most_chunks = min((job.model.num_layers + 2) // sizes.pp, _MAX_CHUNKS)
-    # Try searched tables last, because they take the longest and other schedules may rule them out.
+    # Try searched tables last, because they take the longest and other schedules may
+    # rule them out.
     generators = sorted(registered().items(), key=lambda item: item[1].needs_costs)
     for name, generator in generators:
         if "schedule" in fixed:
             if name != fixed["schedule"]:
                 continue
-        elif name == "gpipe":  # it keeps every micro-batch without a benefit
+        elif name == "gpipe":  # keeps every micro-batch for no benefit
             continue
         if not generator.free_chunks:
             if fixed.get("vp", generator.num_chunks) == generator.num_chunks:

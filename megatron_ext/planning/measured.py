@@ -1,4 +1,4 @@
-"""Measured stage and message times from a traced run, and estimates for other cuts."""
+"""Stage and message times measured in a traced run, and estimates for other cuts."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ SIZES = (
     ),
     *("context_parallel_size", "expert_model_parallel_size"),
 )
-"""Settings on which a layer's durations depend."""
+"""The settings that affect a layer's durations."""
 _MAX_FILE_BYTES = 1 << 20
 
 StageTimes = tuple[float, float, float]
-"""Seconds of a stage's forward pass, input gradient and weight gradient."""
+"""Seconds for a stage's forward pass, input gradient and weight gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """Seconds that the actions and messages in a run took."""
+    """How many seconds a run's actions and messages took."""
 
     stages: tuple[StageTimes, ...]
-    """Times for one micro-batch on each stage in the run."""
+    """By stage in the run: times for one micro-batch."""
     latency_s: float
     """Time from the end of an action until another rank has received its output."""
     all_to_all: float = 0.0
-    """Share of all-to-all between experts in forward passes and input gradients."""
+    """Share of forward passes and input gradients spent on all-to-all between experts."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    """The run's settings on which durations depend, by the names of Megatron's arguments."""
+    """The run's settings that affect durations, by Megatron's argument names."""
 
     def check_sizes(self, settings: Mapping[str, Any], folder: Path) -> None:
         """Check that a training run has the same sizes as the traced run.
@@ -56,12 +56,12 @@ class MeasuredCosts:
         """
         for name, size in self.sizes.items():
             value = settings.get(name)
-            # A size that this training run does not state cannot be compared.
+            # Sizes that this training run does not specify cannot be compared.
             if value is not None and value != size:
                 flag = f"--{name.replace('_', '-')}"
                 raise ArgumentsError(
-                    f"{folder} has the traces of a run with {flag} {size}, not {value}; trace a "
-                    f"run with {flag} {value}, or use --pipeline-schedule auto"
+                    f"{folder} has traces from a run with {flag} {size}, not {value}; trace a run "
+                    f"with {flag} {value}, or use --pipeline-schedule auto"
                 )
 
     def costs(self, ranks: int, layers_by_stage: Sequence[int]) -> Costs:
@@ -70,8 +70,8 @@ class MeasuredCosts:
         forward_s, input_s, weight_s = (
             sum(times) for times in zip(*stages, strict=True)
         )
-        # The first three durations are those of 1/ranks of the model, for which tables are
-        # generated.
+        # The first three durations, for which tables are generated, are those of
+        # 1/ranks of the model.
         return Costs(
             forward_s / ranks,
             input_s / ranks,
@@ -87,7 +87,7 @@ class MeasuredCosts:
 
     @classmethod
     def read(cls, folder: Path) -> MeasuredCosts:
-        """Return the measurements from the run whose traces are in a folder.
+        """Return the measurements for the run whose traces are in a folder.
 
         Raises:
             ArgumentsError: There are no measurements, or the file is damaged.
@@ -105,7 +105,7 @@ class MeasuredCosts:
                 all_to_all=_time(content["all_to_all"]),
                 sizes=dict(content["sizes"]),
             )
-            # This call raises an error for times that no simulation accepts.
+            # This raises an error for times that the simulator does not accept.
             measured.costs(1, [1] * len(stages))
         except OSError as error:
             reason = error.strerror or error
@@ -118,13 +118,14 @@ class MeasuredCosts:
 
 
 def _times(times: Any) -> StageTimes:
-    # If there are not three times, unpacking raises an error that `read` reports.
+    # If the number of times is not three, unpacking raises an error that `read`
+    # reports.
     forward_s, input_s, weight_s = times
     return _time(forward_s), _time(input_s), _time(weight_s)
 
 
 def _time(value: Any) -> float:
-    # Reject bool explicitly, because it is a subclass of int.
+    # Reject bool explicitly, as it is a subclass of int.
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
@@ -137,37 +138,38 @@ def _time(value: Any) -> float:
 def cut_anew(
     stages: Sequence[StageTimes], layers_by_stage: Sequence[int]
 ) -> tuple[StageTimes, ...]:
-    """Return the times on each stage if the same model is cut into other stages.
+    """Return the per-stage times for the same model split into different stages.
 
-    The time of each old stage is spread evenly over its part of the model. The first and the last
-    stage may take longer than their neighbours because of the embedding and the loss. That extra
-    time stays in the first and the last stage.
+    Every old stage's time is spread evenly over its part of the model. The embedding and the loss
+    may make the first and last stages take longer than their neighbours. Their extra time stays in
+    the first and last stages.
     """
     by_pass = [
         _cut_times(times, layers_by_stage) for times in zip(*stages, strict=True)
     ]
     stages = []
     for forward, input_gradient, weight in zip(*by_pass, strict=True):
-        # A stage without layers may take no time, but the simulator requires some.
+        # A stage without layers may take no time, but the simulator does not accept
+        # zero.
         stages.append((max(SHORTEST, forward), input_gradient, weight))
     return tuple(stages)
 
 
 def _cut_times(times: Sequence[float], layers_by_stage: Sequence[int]) -> list[float]:
-    """Return the times for one kind of pass with another cut."""
-    # If the extra time of the ends were spread over their layers, too, interleaving in 16 stages
-    # would come out 9.5 % too fast.
+    """Return the times of one kind of pass for a different cut."""
+    # If the ends' extra time were spread over their layers, too, the forecast for
+    # interleaved with 16 stages would be 9.5 % too fast.
     embedding = loss = 0.0
     layers = list(times)
     num_old = len(times)
-    # With only two stages, each end's neighbour is the other end, so its extra time cannot be
-    # separated.
+    # With only two stages, each end's only neighbour is the other end, so the extra
+    # time cannot be isolated.
     if num_old > 2:
         embedding = max(0.0, times[0] - times[1])
         loss = max(0.0, times[-1] - times[-2])
         layers[0] -= embedding
         layers[-1] -= loss
-    # Divide the model into parts that are small enough for both old stages and layers to consist of
+    # Divide the model into parts so small that both old stages and layers consist of
     # whole parts.
     num_layers = sum(layers_by_stage)
     parts = []

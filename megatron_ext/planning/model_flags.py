@@ -16,7 +16,7 @@ from megatron_ext.planning.model_sizes import (
     ModelSizes,
 )
 
-# Names of Megatron's arguments that determine a model's sizes, by type.
+# The Megatron arguments that determine a model's sizes, by type.
 _INTEGERS = (
     *(
         "num_layers",
@@ -56,7 +56,8 @@ _TEXTS = (
     *("window_size", "window_attn_skip_freq"),
 )
 
-# Defaults for Megatron's arguments. Some differ from the defaults in its configuration.
+# Default values of Megatron's arguments. Some differ from those in its configuration
+# class.
 _DEFAULTS = {
     "qk_pos_emb_head_dim": 64,
     "qk_head_dim": 128,
@@ -78,24 +79,25 @@ def _flag(name: str) -> str:
 
 
 def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
-    """Return the sizes in Megatron's flags, with its defaults. Ignore other flags.
+    """Return the sizes given by Megatron's flags and its defaults. Ignore other flags.
 
     Raises:
         ArgumentsError: A size is missing or not a number.
     """
     args = _parsed(flags)
-    # A slash precedes the layers for each depth of multi-token prediction.
+    # A slash precedes the layers of each multi-token prediction depth.
     pattern, *depths = (args.hybrid_layer_pattern or "").replace("|", "").split("/")
     # A pattern has one letter per layer, so it also determines the number of layers.
     num_layers = len(pattern) or args.num_layers
-    # Check before filling in defaults, so that errors name only flags set by the user.
+    # Check before filling in defaults, so that errors name only flags that the user
+    # set.
     _check_present(args, num_layers)
     _check_range(args)
     hidden = args.hidden_size
     heads = args.num_attention_heads
     query_groups = _query_groups(args)
     _check_divisions(args, query_groups)
-    # A size of 0 also means the default.
+    # A size of 0 means the default, too.
     for argument, default in _DEFAULTS.items():
         if not getattr(args, argument):
             setattr(args, argument, default)
@@ -149,7 +151,7 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
         rotary_size=rotary_size,
         mtp_layers=len(depths) or args.mtp_num_layers,
         sequence=args.seq_length,
-        # A tuple is hashable. The sizes are keys of caches.
+        # The sizes are cache keys, so they need a hashable type.
         flags=tuple(flags),
     )
 
@@ -162,12 +164,13 @@ def _query_groups(args: argparse.Namespace) -> int:
 
 
 def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:
-    """Return the sizes in Megatron's parsed arguments.
+    """Return the sizes given by Megatron's parsed arguments.
 
     Raises:
         ArgumentsError: A size is missing.
     """
-    # Convert the arguments into flags, so that both go through the same checks and defaults.
+    # Convert the arguments to flags, so that both go through the same checks and
+    # defaults.
     flags = []
     for name in (*_INTEGERS, *_TEXTS):
         value = getattr(args, name, None)
@@ -183,7 +186,8 @@ def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:
 
 
 def _parsed(flags: Sequence[str]) -> argparse.Namespace:
-    # By default, argparse exits the process on an error, but the planner is only a part of it.
+    # By default, argparse exits on an error, but the planner is only one part of the
+    # process.
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False
     )
@@ -205,9 +209,9 @@ def _parsed(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def _without_empty_values(flags: Sequence[str]) -> list[str]:
-    """Return the flags without empty values, such as an example's vocabulary size."""
+    """Return the flags except those with an empty value, such as an example's vocabulary size."""
     words = list(flags)
-    # Go backwards, so that a deletion does not move words that are still to be checked.
+    # Go backwards, so that deleting words does not shift the ones still to be checked.
     for index in range(len(words) - 1, 0, -1):
         if words[index : index + 1] == [""]:  # the end may already be deleted
             del words[index - 1 : index + 1]
@@ -242,7 +246,7 @@ def _check_divisions(args: argparse.Namespace, query_groups: int) -> None:
     hidden = args.hidden_size
     heads = args.num_attention_heads
     _check_divides("--num-query-groups", query_groups, heads)
-    # With --kv-channels, the heads need not divide the hidden size.
+    # With --kv-channels, the number of heads need not divide the hidden size.
     if not args.kv_channels:
         _check_divides("--num-attention-heads", heads, hidden)
     _check_at_most("--num-attention-heads", heads, hidden)
@@ -267,7 +271,8 @@ def _check_at_most(flag: str, value: int, limit: int) -> None:
 def _padded_vocabulary(args: argparse.Namespace) -> int:
     if args.padded_vocab_size is not None:
         return int(args.padded_vocab_size)
-    # Megatron pads to a multiple of this times the tensor-parallel size, which is unknown here.
+    # Megatron also multiplies this unit by the tensor-parallel size, which is unknown
+    # here.
     unit = args.make_vocab_size_divisible_by or 128
     return -(-int(args.vocab_size) // unit) * unit
 
@@ -275,7 +280,7 @@ def _padded_vocabulary(args: argparse.Namespace) -> int:
 def _ffn_size(args: argparse.Namespace) -> int:
     if args.ffn_hidden_size is not None:
         return int(args.ffn_hidden_size)
-    if args.swiglu:  # the same rule as in Megatron
+    if args.swiglu:  # Megatron's rule
         return int(8 * args.hidden_size / 3 / 64) * 64
     return 4 * int(args.hidden_size)
 
@@ -287,10 +292,10 @@ def _learned_positions(args: argparse.Namespace) -> int:
 
 
 def _window_size(args: argparse.Namespace) -> int:
-    """Return how many earlier tokens a query with sliding attention sees; 0: all of them."""
+    """Return how many earlier tokens a query sees in sliding attention, or 0 for all of them."""
     tokens_before = (args.window_size or "0").strip("( )").partition(",")[0]
     try:
-        return max(0, int(tokens_before))  # -1 also means all
+        return max(0, int(tokens_before))  # -1 means all, too
     except ValueError:
         raise ArgumentsError(
             f"--window-size {args.window_size} is not a window; give the tokens before and after, "
@@ -302,8 +307,8 @@ def _window_share(args: argparse.Namespace, num_layers: int) -> float:
     """Return the share of layers with sliding attention."""
     if args.window_attn_skip_freq is None:
         return 1.0
-    # As in Megatron, a number n means that every n-th layer attends to all tokens. A list contains
-    # 1 for each layer with sliding attention.
+    # As in Megatron, a number n means that every n-th layer attends to all tokens. A
+    # list has a 1 for every layer with sliding attention.
     skips = _by_layer("--window-attn-skip-freq", args.window_attn_skip_freq, num_layers)
     if isinstance(skips, int):
         num_sliding = sum(layer % skips != 0 for layer in range(1, num_layers + 1))
@@ -315,7 +320,7 @@ def _window_share(args: argparse.Namespace, num_layers: int) -> float:
 def _kinds(
     args: argparse.Namespace, pattern: str, num_layers: int
 ) -> tuple[LayerKind, ...]:
-    """Return each layer's kind from a hybrid model's pattern or from other flags."""
+    """Return the layers' kinds, from a hybrid model's pattern or from other flags."""
     if pattern:
         return _hybrid_kinds(args, pattern)
     if not args.num_experts:
@@ -323,7 +328,7 @@ def _kinds(
         return tuple(without_experts)
     marks = _by_layer("--moe-layer-freq", args.moe_layer_freq, num_layers)
     if isinstance(marks, int):
-        # As in Megatron, every n-th layer has experts, starting with the first.
+        # As in Megatron, every n-th layer has experts, starting with the first layer.
         period = marks
         marks = [int(layer % period == 0) for layer in range(num_layers)]
     kinds: list[LayerKind] = []
@@ -336,18 +341,18 @@ def _hybrid_kinds(args: argparse.Namespace, pattern: str) -> tuple[LayerKind, ..
     unknown = set(pattern) - set(HYBRID_KINDS)
     if unknown:
         raise ArgumentsError(
-            f"--hybrid-layer-pattern has {min(unknown)!r}; the planner supports "
+            f"--hybrid-layer-pattern contains {min(unknown)!r}; the planner supports "
             f"{' '.join(HYBRID_KINDS)}"
         )
     if "E" in pattern and not args.num_experts:
         raise ArgumentsError(
-            "--hybrid-layer-pattern has layers of experts (E); add --num-experts"
+            "--hybrid-layer-pattern has expert layers (E); add --num-experts"
         )
     return tuple(HYBRID_KINDS[letter] for letter in pattern)
 
 
 def _by_layer(flag: str, text: str, num_layers: int) -> int | list[int]:
-    """Parse a number, or an expression for one mark per layer, such as `([0]*3+[1]*58)`."""
+    """Parse a number, or an expression that gives one mark per layer, such as `([0]*3+[1]*58)`."""
     try:
         marks: int | list[int] = _evaluated(
             ast.parse(text.strip("'\""), mode="eval").body
@@ -356,7 +361,7 @@ def _by_layer(flag: str, text: str, num_layers: int) -> int | list[int]:
         if not is_valid:
             raise ValueError(text)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        # Python's parser raises MemoryError for too many brackets.
+        # Python's parser raises MemoryError if brackets are nested too deeply.
         raise ArgumentsError(
             f"{flag} {text[:200]} does not describe {num_layers} layers; use a number or "
             f"a list, such as ([0]*1+[1]*{num_layers - 1})"
@@ -365,13 +370,13 @@ def _by_layer(flag: str, text: str, num_layers: int) -> int | list[int]:
 
 
 def _evaluated(node: ast.expr) -> Any:
-    """Evaluate an expression of numbers, lists, sums and products.
+    """Evaluate an expression made of numbers, lists, sums and products.
 
     Megatron evaluates the text as Python, but here it may come from an untrusted file.
 
     Raises:
         ValueError: The expression contains anything else, or one of its lists is too long.
-        TypeError: The operands do not fit.
+        TypeError: An operation does not support its operands.
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
@@ -395,7 +400,7 @@ def _evaluated(node: ast.expr) -> Any:
 
 
 def _check_length(left: int | list[int], right: int | list[int]) -> None:
-    """Check a list's length before a product such as [0]*10**12 fills up memory.
+    """Check a list's length before an expression such as [0]*10**12 exhausts the memory.
 
     Raises:
         ValueError: The list would be too long.

@@ -1,4 +1,4 @@
-"""Sizes of a model."""
+"""A model's sizes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ HYBRID_KINDS: dict[str, LayerKind] = {
     "-": "mlp",
     "E": "experts",
 }
-"""Letter in Megatron's pattern for a hybrid model -> kind of layer."""
-# Limits for sizes in flags and files. A model with an impossible number of layers would fill the
-# memory.
+"""Letter in Megatron's hybrid layer pattern -> layer kind."""
+# Limits for sizes in flags and files. A model with an absurd number of layers would
+# exhaust the memory.
 MAX_LAYERS = 1024
 MAX_SIZE = 10**8
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes that determine a model's weights, operations and activations."""
+    """The sizes that determine a model's weights, operations and activations."""
 
     name: str
     hidden: int
@@ -42,15 +42,15 @@ class ModelSizes:
     biases: bool
     qkv_biases: bool
     norm_weights: int
-    """Number of weight vectors in a norm: 1 (RMSNorm) or 2 (LayerNorm)."""
+    """Number of weight vectors per norm: 1 (RMSNorm) or 2 (LayerNorm)."""
     qk_norm: bool
     window: int
-    """Number of keys that a query with sliding attention sees; 0: all earlier keys."""
+    """Number of keys that a query sees in sliding attention; 0: all earlier keys."""
     window_share: float
     """Share of attention layers that use sliding attention."""
     kinds: tuple[LayerKind, ...]
-    """The kind of each layer. `dense` and `moe` have attention and a feed-forward network, which is
-    a mixture of experts in `moe`. A layer in a hybrid model is `mamba`, `attention`, `mlp` or
+    """By layer: its kind. `dense` and `moe` layers have attention and a feed-forward network, which
+    is a mixture of experts in `moe`. Layers in a hybrid model are `mamba`, `attention`, `mlp` or
     `experts`."""
     num_experts: int
     top_k: int
@@ -58,7 +58,7 @@ class ModelSizes:
     shared_ffn: int
     """Total width of the shared experts; 0 if there are none."""
     expert_hidden: int
-    """Input width of routed experts: `hidden`, or the width of a latent mixture."""
+    """Input width of the routed experts: `hidden`, or the width of a latent mixture."""
     scan_heads: int
     """Number of heads in a Mamba-2 layer."""
     scan_head_size: int
@@ -72,9 +72,9 @@ class ModelSizes:
     rotary_size: int
     mtp_layers: int
     sequence: int | None
-    """Sequence length in tokens, if the source contains it."""
+    """Sequence length in tokens, or None if the source does not contain it."""
     flags: tuple[str, ...]
-    """Megatron's flags for this model."""
+    """The Megatron flags that describe this model."""
 
     @property
     def num_layers(self) -> int:
@@ -88,5 +88,5 @@ class ModelSizes:
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """Kind of layer in a head for multi-token prediction."""
+        """Layer kind in the heads for multi-token prediction."""
         return "moe" if self.moe_layers[-1] else "dense"

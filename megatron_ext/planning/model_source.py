@@ -19,8 +19,9 @@ _MAX_FILE_BYTES = 1 << 20
 _EXAMPLE_TIMEOUT_S = 30
 _UNKNOWN_SIZE_CODE = 3
 """Exit code of the script below if the example does not have the requested size."""
-# If the size does not exist, the script prints all sizes and exits with the code above. Examples
-# expand three arrays from `examples/train.sh`, whose flags do not describe the model.
+# If the size does not exist, the script prints all sizes and exits with the code above.
+# Examples expand three arrays from `examples/train.sh` with flags that do not describe
+# the model, so the script leaves them empty.
 _EXAMPLE_SCRIPT = (
     'source "$1"; SIZE=${2:-$DEFAULT_SIZE}; LLM_TRAINING=() SHARDED=() TINY_TRAINING=(); '
     'declare -F "size_$SIZE" >/dev/null || { compgen -A function size_ | cut -c6- | '
@@ -28,7 +29,7 @@ _EXAMPLE_SCRIPT = (
     'printf "%s\\n" "$TITLE $SIZE" '
     '--vocab-size "$VOCAB_SIZE" "${ARCHITECTURE[@]}" "${MODEL[@]}"'
 )
-"""Prints an example's title and flags, which a shell script stores in arrays."""
+"""Prints an example's title and flags, which the example stores in shell arrays."""
 _UNKNOWN_FEATURES = {
     "peft_type": "an adapter (LoRA)",
     "lora_rank": "an adapter (LoRA)",
@@ -42,7 +43,7 @@ _UNKNOWN_FEATURES = {
     "moe_num_experts": "Ernie's kind of experts",
     "enable_hyper_connections": "hyper-connections",
 }
-"""Key or flag -> the feature that it requests, which the formulas do not model."""
+"""Key or flag -> the feature that it requests. The formulas do not model these features."""
 
 
 def read_model(
@@ -51,8 +52,8 @@ def read_model(
     """Return a model's sizes.
 
     Args:
-        source: A folder with `model.env` (an example) or `config.json` (Hugging Face), or the path
-            of a `config.json`. None: the flags describe the model.
+        source: A folder with a `model.env` (an example) or `config.json` (Hugging Face), or the
+            path to a `config.json`. None: the flags describe the model.
         size: An example's size. None: the default size.
         flags: Megatron's flags, which override the source's flags.
 
@@ -72,30 +73,31 @@ def read_model(
         name, source_flags = _read_example(source, size)
     elif not source.exists():
         raise ArgumentsError(
-            f"--model {source} does not exist; the examples come with a clone of megatron_ext, so "
-            "name its folder (--model CLONE/examples/llama3), a Hugging Face config.json, or give "
-            "Megatron's flags after --"
+            f"--model {source} does not exist; use an example in a clone of megatron_ext (--model "
+            "CLONE/examples/llama3), a Hugging Face config.json, or Megatron's flags after --"
         )
     elif size is not None:
         raise ArgumentsError(
-            f"--size {size} is for a folder with model.env; leave it out"
+            f"--size {size} applies only to a folder with model.env; remove this flag"
         )
     else:
         name, source_flags = _read_config(source)
-    # argparse uses the last value of a flag, so the user's flags override the source's flags.
+    # argparse uses a flag's last value, so the user's flags override the source's
+    # flags.
     return sizes_of_flags([*source_flags, *flags], name)
 
 
 def _refuse_unknown_flags(flags: Sequence[str]) -> None:
-    # Otherwise these flags would be ignored, and the forecast would be for another model.
+    # Otherwise, these flags would be ignored, and the forecast would be for a different
+    # model.
     for flag in flags:
         if not flag.startswith("--"):
             continue
         name = flag.partition("=")[0].removeprefix("--").replace("-", "_")
         if name in _UNKNOWN_FEATURES:
             raise ArgumentsError(
-                f"{flag}: the planner does not support {_UNKNOWN_FEATURES[name]}; leave it out for "
-                "a forecast without it"
+                f"{flag}: the planner does not support {_UNKNOWN_FEATURES[name]}; remove this flag "
+                "for a forecast without this feature"
             )
 
 
@@ -109,13 +111,13 @@ def _read_config(source: Path) -> tuple[str, list[str]]:
         for key, feature in _UNKNOWN_FEATURES.items():
             if config.get(key):
                 raise ArgumentsError(
-                    f"--model {source} has {key}: the planner does not support {feature}; give "
-                    "flags of a model without it after --, and no --model"
+                    f"--model {source} has {key}: the planner does not support {feature}; instead "
+                    "of --model, give the flags of a model without this feature after --"
                 )
         flags = flags_of_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        # The text of a KeyError is only the key.
+        # A KeyError's text is only the key.
         if isinstance(error, KeyError):
             reason = f"it has no {error}"
         raise ArgumentsError(
@@ -128,7 +130,7 @@ def _read_config(source: Path) -> tuple[str, list[str]]:
 def _read_example(folder: Path, size: str | None) -> tuple[str, list[str]]:
     """Return an example's name and flags."""
     path = folder / "model.env"
-    # The script gets the path as $1 and the size as $2. "plan" is its name in messages of bash.
+    # The path is $1, and the size is $2. Bash calls the script "plan" in its messages.
     command = ["bash", "-c", _EXAMPLE_SCRIPT, "plan", str(path), size or ""]
     try:
         shell = subprocess.run(

@@ -1,4 +1,4 @@
-"""Planner queries, and the layout sizes that answer them."""
+"""Planner queries and the layout sizes that answer them."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Question:
     overlaps: bool = True
     """Whether data-parallel communication overlaps with computation."""
     shards_optimizer: bool = True
-    """Whether replicas shard the optimizer states."""
+    """Whether the optimizer states are sharded across replicas."""
     waiting_weights: int = 0
-    """Number of weight gradients on a rank that may wait until the rank waits for tokens; only with
+    """Number of weight gradients that a rank may delay until it waits for tokens. Requires
     pairs."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Values fixed by the user, by the names in `FIXABLE`."""
+    """Values that the user fixed, by the names in `FIXABLE`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +74,19 @@ def runs_pairs(job: Question, sizes: ParallelSizes) -> bool:
 
 
 def with_graphs(job: Question, sizes: ParallelSizes) -> Question:
-    """Return the question with CUDA graphs on or off, if the planner decides on them."""
+    """Return the question with CUDA graphs turned on or off if the planner makes that choice."""
     techniques = job.techniques
     if techniques.graphs != "auto":
         return job
-    # This package's schedules exclude graphs. Megatron rejects graphs whose content is recomputed.
+    # This package's schedules do not support graphs, and Megatron rejects graphs of
+    # recomputed modules.
     if sizes.pp == 1 and sizes.mode.isdisjoint({"full", "moe"}):
         return replace(job, techniques=replace(techniques, graphs="layers"))
     return replace(job, techniques=replace(techniques, graphs="none"))
 
 
 def fixed_text(fixed: Mapping[str, Any]) -> str:
-    """Return fixed values in the notation that `--fix` takes."""
+    """Return fixed values in the notation of `--fix`."""
     return ",".join(
         f"{name}={_fixed_value_text(value)}" for name, value in fixed.items()
     )

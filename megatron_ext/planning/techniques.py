@@ -1,4 +1,4 @@
-"""Techniques, requested by Megatron's flags, that make the same model faster."""
+"""Techniques that speed up a given model, as requested by Megatron's flags."""
 
 from __future__ import annotations
 
@@ -25,54 +25,54 @@ _VALUED = {
     "fp8_recipe": "--fp8-recipe",
     "fp4": "--fp4-format",
 }
-"""Name of Megatron's argument -> flags with a value."""
+"""Name of a Megatron argument -> the flag, which takes a value."""
 _EXPERT_KINDS = frozenset({"moe", "experts"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Techniques:
-    """How a layer's products, launches and messages run."""
+    """How a layer's GEMMs, kernel launches and messages run."""
 
     precision: Precision = "bf16"
-    """Precision of the products in layers. `fp8` scales per tensor, `mxfp8` and `nvfp4` per
+    """Precision of the GEMMs in layers. `fp8` is scaled per tensor, `mxfp8` and `nvfp4` per
     block."""
     attends_in_8bit: bool = False
-    """Whether attention also computes in 8 bits."""
+    """Whether attention computes in 8 bits, too."""
     outputs_in_8bit: bool = False
-    """Whether the output layer also computes in 8 bits, with `mxfp8`."""
+    """Whether the output layer computes in 8 bits, too. Requires `mxfp8`."""
     loses_in_place: bool = False
     """Whether Transformer Engine computes a fused loss, which overwrites the logits with their
     gradients."""
     graphs: Graphs = "none"
-    """CUDA graphs: `router` covers only router and shared experts, `mamba` only Mamba layers,
+    """CUDA graphs: `router` covers only the router and shared experts, `mamba` only Mamba layers,
     `layers` everything except the experts, and `step` everything. `auto` means `layers` if Megatron
     and the schedule support it, otherwise `none`."""
     fuses_experts: bool = False
-    """Whether a single kernel computes all experts' products, activation and quantization."""
+    """Whether a single kernel computes all experts' GEMMs, activation and quantization."""
     sends_once: bool = False
-    """Whether a token is sent once to each rank and node with its experts (dispatcher `flex`)
-    instead of once to each expert."""
+    """Whether a token is sent once to every rank and node that has its experts (dispatcher `flex`)
+    instead of once per expert."""
     overlaps_experts: bool = False
     """Whether all-to-all overlaps with another micro-batch's computation, in pairs."""
     overlaps_tensor: bool = False
-    """Whether tensor-parallel gathers and scatters overlap with products."""
+    """Whether tensor-parallel gathers and scatters overlap with GEMMs."""
     is_local: bool = False
-    """Whether layers are Megatron's own instead of Transformer Engine's. Both take equal time
-    here."""
+    """Whether layers are Megatron's own instead of Transformer Engine's. The planner assumes that
+    both take the same time."""
     fuses_gradients: bool = True
-    """Whether products add weight gradients to Megatron's buffers, except for the embedding."""
+    """Whether GEMMs add weight gradients to Megatron's buffers, except for the embedding."""
     copies_weights: bool = False
-    """Whether Transformer Engine keeps weights in 8 or 4 bits in addition to those in bf16."""
+    """Whether Transformer Engine keeps 8-bit or 4-bit weights in addition to the bf16 weights."""
     gradient_bytes: int = 4
-    """Bytes per element of the gradients that are accumulated and reduced."""
+    """Bytes per element in gradient accumulation and reduction."""
 
     def flags(self, kinds: Collection[str], tensor: int, expert: int) -> str:
-        """Return Megatron's flags for these techniques, if they apply to a model.
+        """Return Megatron's flags for those of the techniques that apply to a model.
 
         Flags for gradients and pairs are not included.
 
         Args:
-            kinds: Kinds of layers in the model.
+            kinds: The model's layer kinds.
             tensor: Number of tensor-parallel ranks.
             expert: Number of expert-parallel ranks.
         """
@@ -95,7 +95,7 @@ class Techniques:
         )
 
     def _graph_flags(self, kinds: Collection[str]) -> str:
-        """Return the flags for CUDA graphs; empty if no graph covers these kinds of layers."""
+        """Return the flags for CUDA graphs, or an empty string if none covers these layer kinds."""
         if self.graphs == "none":
             return ""
         if self.graphs == "step":
@@ -103,7 +103,8 @@ class Techniques:
         modules = {
             "attn": not {"dense", "moe", "attention"}.isdisjoint(kinds),
             "mamba": "mamba" in kinds,
-            # Megatron rejects graphs for feed-forward networks if experts run in pairs.
+            # Megatron does not allow graphs for feed-forward networks if experts run in
+            # pairs.
             "mlp": not {"dense", "mlp"}.isdisjoint(kinds) and not self.overlaps_experts,
             "moe_router moe_preprocess": not _EXPERT_KINDS.isdisjoint(kinds),
         }
@@ -137,19 +138,20 @@ def techniques_of_flags(
 ) -> Techniques:
     """Return the techniques that Megatron's flags request, with defaults from tuned recipes.
 
-    The defaults are the dispatcher `flex`, tensor parallelism with overlapping communication and,
-    if the schedule supports them, graphs for everything except the experts. `--cuda-graph-impl
-    none`, `--moe-token-dispatcher-type alltoall` and `--disable-tp-comm-overlap-ag` turn these
-    defaults off.
+    The defaults are the `flex` dispatcher, overlapped tensor-parallel communication and, if the
+    schedule supports them, graphs for everything except the experts. To turn these off, use
+    `--moe-token-dispatcher-type alltoall`, `--disable-tp-comm-overlap-ag` and `--cuda-graph-impl
+    none`.
 
     Args:
         flags: Megatron's flags.
-        precision: Precision of the products in layers. None: the precision in the flags.
+        precision: Precision of the GEMMs in layers. None: the precision that the flags select.
 
     Raises:
-        ArgumentsError: A flag lacks its value or has an invalid value.
+        ArgumentsError: A flag's value is missing or invalid.
     """
-    # By default, argparse exits the process on an error, but the planner is only a part of it.
+    # By default, argparse exits on an error, but the planner is only one part of the
+    # process.
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False
     )
@@ -181,11 +183,11 @@ def techniques_of_flags(
         fuses_experts=args.use_transformer_engine_op_fuser,
         sends_once="flex" in args.moe_token_dispatcher_type,
         overlaps_experts=args.overlap_moe_expert_parallel_comm,
-        # Products in 4 bits do not overlap with communication.
+        # 4-bit GEMMs do not overlap with communication.
         overlaps_tensor=precision != "nvfp4" and not args.disable_tp_comm_overlap_ag,
         is_local=args.transformer_impl == "local",
         fuses_gradients=not args.no_gradient_accumulation_fusion,
-        # With these flags, the weights themselves are in the products' precision.
+        # With these flags, the weights themselves are stored in the GEMMs' precision.
         copies_weights=precision != "bf16"
         and not (args.fp8_param_gather or args.fp4_param_gather),
         gradient_bytes=2 if args.grad_reduce_in_bf16 else 4,
@@ -203,11 +205,11 @@ def techniques_of_arguments(args: argparse.Namespace) -> Techniques:
     flags += [
         f"--{name}" for name in _SWITCHES.split() if values.get(name.replace("-", "_"))
     ]
-    # Megatron stores --no-gradient-accumulation-fusion as False under this name. A missing value
-    # means the default, which is fused.
+    # Megatron stores --no-gradient-accumulation-fusion as False under this name. If the
+    # value is missing, the default applies, which is fused.
     if values.get("gradient_accumulation_fusion") is False:
         flags.append("--no-gradient-accumulation-fusion")
-    # Schedules in this package do not support graphs.
+    # This package's schedules do not support graphs.
     return techniques_of_flags([*flags, "--cuda-graph-impl", "none"])
 
 
@@ -215,10 +217,11 @@ def _graphs_of(args: argparse.Namespace) -> Graphs:
     scope = set(args.cuda_graph_scope)
     if args.cuda_graph_impl == "none":
         return "none"
-    # Since 0.18, this is a value of --cuda-graph-impl; earlier, it was a scope.
+    # This has been a value of --cuda-graph-impl since 0.18. Before that, it was a
+    # scope.
     if "full_iteration" in (args.cuda_graph_impl, *scope):
         return "step"
-    # A scope without attention covers only single modules.
+    # A scope that does not include attention covers only single modules.
     if scope and "attn" not in scope:
         return "mamba" if "mamba" in scope else "router"
     if scope or args.cuda_graph_impl is not None:

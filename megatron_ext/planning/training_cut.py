@@ -1,4 +1,4 @@
-"""Computes the cut for `--pipeline-layout auto` from the model, the schedule and flags."""
+"""Computes the cut for `--pipeline-layout auto` from the model, the schedule and the flags."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def layout_for(args: Namespace, placement: Placement) -> str:
-    """Return the layout, in Megatron's notation, that minimizes work on the busiest rank.
+    """Return the layout that minimizes the busiest rank's work, in Megatron's notation.
 
-    The relative costs of layers hardly depend on the device, so an `h100` is assumed.
+    The layers' relative costs barely depend on the device, so an `h100` is assumed.
 
     Raises:
         ArgumentsError: The arguments do not contain the model size.
@@ -42,7 +42,7 @@ def layout_for(args: Namespace, placement: Placement) -> str:
         mode = frozenset(getattr(args, "recompute_modules", None) or ("core_attn",))
     layers, first, last = parts_of(model, sharding, DEVICES["h100"], mode)
     layer_works = [layer.work for layer in layers]
-    # A last stage with multi-token prediction needs no layers.
+    # The last stage needs no layers if it has multi-token prediction.
     least_last = 0 if model.mtp_layers else 1
     try:
         counts = cut(

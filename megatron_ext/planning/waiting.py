@@ -1,4 +1,4 @@
-"""How many weight gradients may wait (`--pipeline-waiting-weights`) in the free memory."""
+"""Computes how many waiting weight gradients (`--pipeline-waiting-weights`) fit in memory."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ if TYPE_CHECKING:
     from megatron_ext.planning.layout_forecast import Layout
 
 MAX_WAITING = 8
-"""In benchmarks/expert_imbalance.py, 16 waiting weight gradients are not faster than 8."""
+"""In benchmarks/expert_imbalance.py, 16 waiting weight gradients are no faster than 8."""
 _UNLIMITED_GIB = 1e9
 
 
 @dataclass(frozen=True)
 class WaitingWeights:
-    """The maximum number of W actions that may wait, besides those waiting in the table."""
+    """The maximum number of W actions that may wait in addition to those waiting in the table."""
 
     number: int
     rank: int
-    """The pipeline rank that then has the fullest memory."""
+    """The pipeline rank whose memory is then the fullest."""
     needed_gib: float
-    """Memory on that rank."""
+    """Memory that this rank needs."""
     next_gib: float | None
-    """Memory on the fullest rank with one more waiting W; None: the number is `MAX_WAITING`."""
+    """Memory that the fullest rank would need for one more waiting W. None: `number` is already
+    `MAX_WAITING`."""
     limit_gib: float
 
     def __str__(self) -> str:
@@ -49,19 +50,20 @@ class WaitingWeights:
 def most_waiting(
     layout_with: Callable[[int], Layout], limit_gib: float
 ) -> WaitingWeights:
-    """Return how many waiting W actions fit into memory on every rank.
+    """Return how many waiting W actions fit in memory on every rank.
 
     Args:
-        layout_with: Returns the forecast for a number of waiting W actions.
-        limit_gib: Memory that a rank may need.
+        layout_with: Returns the forecast for a given number of waiting W actions.
+        limit_gib: Memory that a rank may use.
     """
 
-    # The results are needed again for the message, and each takes a forecast.
+    # Cache the results, which each require a forecast and are needed again for the
+    # message.
     @cache
     def memory_gib(number: int) -> tuple[float, ...]:
         return layout_with(number).memory_gib
 
-    # A rank needs more memory for each waiting W, so bisect instead of trying all numbers.
+    # Every waiting W needs more memory, so bisect instead of trying all numbers.
     number = bisect_right(
         range(1, MAX_WAITING + 1), limit_gib, key=lambda count: max(memory_gib(count))
     )
@@ -74,18 +76,22 @@ def most_waiting(
 
 
 def room_in(plan: Layout) -> WaitingWeights | None:
-    """Return how many W may wait in a layout; None without pairs or split backward passes."""
+    """Return how many W may wait in a layout.
+
+    Return None if the layout has no pairs or does not split backward passes.
+    """
     device = plan.job.device
-    # `forecast` returns None for a layout that does not fit, but `most_waiting` needs its memory.
+    # `forecast` returns None if a layout does not fit, but `most_waiting` needs its
+    # memory.
     unlimited = replace(device, memory_gib=_UNLIMITED_GIB)
 
     def layout_with(number: int) -> Layout:
         job = replace(plan.job, device=unlimited, waiting_weights=number)
         layout = forecast(job, plan.sizes, plan.schedule, plan.chunks, plan.counts)
-        assert layout is not None, "this cut has a forecast, and now memory enough"
+        assert layout is not None, "this cut has a forecast; memory is unlimited"
         return layout
 
-    # Ask with one W, because `has_waiting_weights` is never set if none may wait.
+    # Try one W, because `has_waiting_weights` is always False if none may wait.
     if plan.sizes.pp == 1 or not layout_with(1).has_waiting_weights:
         return None
     return most_waiting(layout_with, device.memory_gib - device.reserve_gib)

@@ -2,7 +2,7 @@
 
 Upstream's schedules call `forward_step` and `backward_step` in a loop, and the loop iteration
 determines the data. Here, data, random numbers, losses and saved activations are keyed by stage and
-micro-batch, so that actions can run in any order.
+micro-batch, so actions can run in any order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class MicrobatchData:
-    """The items from one chunk's data iterator in one step. Micro-batch i always gets item i.
+    """One step's items from a chunk's data iterator. Micro-batch i always gets item i.
 
     The iterator is None on ranks that read no data. On stages that run the twin's micro-batches,
     `exchange` swaps items with the twin.
@@ -58,7 +58,7 @@ class MicrobatchData:
     _items: dict[int, Any] = field(default_factory=dict, init=False)
 
     def view(self, microbatch: int) -> Iterator[Any] | None:
-        """Return an iterator that yields a micro-batch's only item; None without data.
+        """Return an iterator that yields a micro-batch's only item; None if there is no data.
 
         Raises:
             ScheduleError: The data would have to be read out of order or swapped, but has no
@@ -87,7 +87,7 @@ class MicrobatchData:
             ScheduleError: The item was already taken.
         """
         assert self.iterator is not None
-        # Read only on demand, because a GPT's middle stages read no data.
+        # Read only on demand, because a GPT model's middle stages read no data.
         while self._fetched <= microbatch:
             self._items[self._fetched] = next(self.iterator)
             self._fetched += 1
@@ -96,7 +96,7 @@ class MicrobatchData:
         except KeyError:
             raise ScheduleError(
                 f"the forward step called next() a second time for micro-batch {microbatch}; with "
-                f"--pipeline-schedule call it only once for each micro-batch"
+                f"--pipeline-schedule, call it only once per micro-batch"
             ) from None
         # On a crossed stage, the data (such as BERT's padding mask) must come from the twin, just
         # like the activations.
@@ -117,12 +117,12 @@ def swapped(group: dist.ProcessGroup, item: Any) -> Any:
 
 @contextmanager
 def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None]:
-    """Seed all random generators for one forward pass, and restore their states afterwards.
+    """Seed all random number generators for one forward pass and restore their states afterwards.
 
     This covers the generators of torch, Megatron, `random` and `numpy.random`. The numbers depend
-    only on the arguments and on the tensor- and expert-parallel rank. They do not depend on the
-    pipeline rank or the execution order, and a repeated forward pass draws the same numbers.
-    `iteration` counts from the start of training.
+    only on the arguments and on the tensor- and expert-parallel rank, not on the pipeline rank or
+    the execution order, and a repeated forward pass draws the same numbers. `iteration` counts from
+    the start of training.
 
     Raises:
         ScheduleError: No seed is set.
@@ -138,11 +138,11 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
             return seeded
         return torch.Generator(place).manual_seed(seed).get_state()
 
-    # Leave out the device index, because a state works on every device of the same type.
+    # Omit the device index, because a state works on every device of the same type.
     device_type = torch.device(devices.current().torch_device().type)
-    # Recomputation needs no handling here: upstream restores torch's states itself. It never
-    # restores the states of `random` and `numpy`, not even in its own schedules. Use Megatron's
-    # pair of functions, which covers all generators in each release.
+    # Recomputation needs no handling here: upstream restores torch's states itself, but
+    # never those of `random` and `numpy`, even in its own schedules. Use Megatron's
+    # pair of functions, which covers all of a release's generators.
     host, device, tracked = random._get_all_rng_states()
     try:
         set_rng_states(
@@ -174,7 +174,8 @@ def set_rng_states(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) 
     if tracked:
         random._set_all_rng_states(host, device, dict(tracked))
         return
-    # Don't use upstream's function here: it would mark a tracker without generators as initialised.
+    # Do not use upstream's function here: it would mark a tracker without generators as
+    # initialised.
     torch.set_rng_state(host)
     tracker = random.get_cuda_rng_tracker()
     random._set_cuda_rng_state(
@@ -184,8 +185,8 @@ def set_rng_states(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) 
 
 def _shard(name: str) -> tuple[int, ...]:
     """Return the ranks that distinguish a tracker's generator from its copies on the same stage."""
-    # As in upstream's `model_parallel_cuda_manual_seed`. All other generators are equal on all
-    # ranks and replicas of a stage.
+    # As in upstream's `model_parallel_cuda_manual_seed`. All other generators are
+    # identical on every rank and replica of a stage.
     if name == random.get_expert_parallel_rng_tracker_name():
         return (
             parallel_state.get_expert_model_parallel_rank(),
@@ -193,8 +194,8 @@ def _shard(name: str) -> tuple[int, ...]:
         )
     if name == random.get_data_parallel_rng_tracker_name():
         return ()
-    # Since 0.20. The generator must be equal on tensor-parallel ranks, because they mix the same
-    # states.
+    # Since 0.20. The generator must be identical on all tensor-parallel ranks, because
+    # they mix the same states.
     if name == "mtp-hsm-rng":
         return (parallel_state.get_data_parallel_rank(),)
     return (parallel_state.get_tensor_model_parallel_rank(),)
@@ -222,13 +223,13 @@ class Call:
     """Number of tokens in a sequence; used only by tables that cut sequences into equal shares."""
     slice_bounds: Sequence[Sequence[int]] = ()
     """Micro-batch in the table -> the first token of each slice, followed by the number of tokens.
-    Empty if micro-batches are whole, or are cut into equal shares."""
+    Empty if micro-batches are not sliced, or are cut into equal shares."""
     packed_bounds: Sequence[tuple[int, ...]] = ()
     """Micro-batch in the table -> the bounds of its packed samples, if they were read ahead."""
 
 
 class _Stage(NamedTuple):
-    """The part of a call, and of its table, that concerns one stage."""
+    """The parts of a call and its table that concern one stage."""
 
     model: torch.nn.Module
     data: MicrobatchData
@@ -256,7 +257,7 @@ class StageCompute:
     reports: dict[int, Any] = field(default_factory=dict)
     """Micro-batch -> the loss function's report; only on the rank with the last stage."""
     ignored_inputs: list[tuple[int, int]] = field(default_factory=list, init=False)
-    """(stage, micro-batch) of backward passes that produced no gradient for an input."""
+    """(stage, micro-batch) of each backward pass that produced no gradient for an input."""
     _num_tokens: list[torch.Tensor] = field(default_factory=list, init=False)
     """Number of tokens in each forward pass. Summed after the step, off the critical path."""
     _stages: dict[int, _Stage] = field(default_factory=dict, init=False)
@@ -356,7 +357,7 @@ class StageCompute:
                     raise ScheduleError(
                         f"stage {stage}, micro-batch {microbatch}: output {list(tensor.shape)}, "
                         f"but the step expects {list(shape)}; if lengths differ between "
-                        "micro-batches, add --variable-seq-lengths (variable_seq_lengths of the "
+                        "micro-batches, add --variable-seq-lengths (variable_seq_lengths in the "
                         "model's configuration)"
                     )
             # `release` cannot free a view. A model may return a view, and a full backward hook on a
@@ -378,7 +379,7 @@ class StageCompute:
         if call.forward_only or call.config.finalize_model_grads_func is None:
             return
         if call.config.calculate_per_token_loss:
-            # Ranks without the last stage count no tokens.
+            # Ranks that do not hold the last stage count no tokens.
             zero = torch.zeros(
                 (), dtype=torch.int, device=devices.device_of(call.chunks)
             )
@@ -406,7 +407,7 @@ class StageCompute:
     def backward(
         self, stage: int, microbatch: int, gradients: Tensors, *, split: bool
     ) -> Tensors:
-        """Run B, or I with `split`; return the input gradients (None on the first stage).
+        """Run B, or I if `split` is set; return the input gradients (None on the first stage).
 
         `gradients` are the output gradients, `[s, b, h]` each; None on the last stage.
         """
@@ -441,8 +442,8 @@ class StageCompute:
             ScheduleError: This class cannot run pairs; only the compute class for pairs can.
         """
         raise ScheduleError(
-            f"{forward} and {backward} form a pair in the table, but the steps of this model run "
-            "single actions; add --overlap-moe-expert-parallel-comm, or use a table without pairs"
+            f"{forward} and {backward} form a pair in the table, but this model's steps run single "
+            "actions; add --overlap-moe-expert-parallel-comm, or use a table without pairs"
         )
 
     def around_step(self) -> AbstractContextManager[None]:
@@ -459,7 +460,7 @@ class StageCompute:
         """Record that this rank has completed the step."""
 
     def unfinished(self) -> list[str]:
-        """Return the backward actions that have not run, but whose saved tensors are still kept."""
+        """Return the backward actions that have not run and whose saved tensors are still held."""
         backwards = [f"{stage}B{microbatch}" for stage, microbatch in self._live]
         return backwards + [
             f"{stage}W{microbatch}" for stage, microbatch in self.splits.pending()
@@ -485,7 +486,7 @@ class StageCompute:
     def _around_forward(
         self, stage: int, microbatch: int
     ) -> AbstractContextManager[Any]:
-        """Return the context for an F, with deferral, seeded generators and length checks."""
+        """Return the context for an F: deferral, seeded generators and length checks."""
         # Most forward passes need none of these, and entering an empty context costs as much as
         # entering a real one.
         contexts: list[AbstractContextManager[Any]] = []
@@ -514,7 +515,7 @@ class StageCompute:
 
 
 def _viewless(output: Any) -> Any:
-    """Return a tensor that is not a view; other outputs are unchanged.
+    """Return a tensor that is not a view; return other outputs unchanged.
 
     Other outputs are None, or trees whose tensors are released elsewhere.
     """
@@ -526,9 +527,9 @@ def _viewless(output: Any) -> Any:
 def log_ignored_input(stage: int, microbatch: int) -> None:
     """Log a stage whose backward pass produced no gradient for its input."""
     _LOG.warning(
-        "stage %d, micro-batch %d: no gradient reaches the input of the stage, so the stages "
-        "before it get zeros, as on a single device (Megatron's own schedules send nothing, "
-        "and hang); is an output detached?",
+        "stage %d, micro-batch %d: no gradient reaches the input of the stage, so earlier "
+        "stages get zeros, as on a single device (Megatron's own schedules send nothing and "
+        "hang); is an output detached?",
         stage,
         microbatch,
     )

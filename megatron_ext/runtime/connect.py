@@ -70,8 +70,8 @@ def open_transport(
         bypasses: Messages that bypass stages.
 
     Raises:
-        TransportError: The transport, or the chosen path between devices, is not available; the
-            message says why.
+        TransportError: The transport or the chosen device path is not available; the message says
+            why.
     """
     shapes_of_all_kinds: list[tuple[int, ...] | None] = []
     for shapes_of_kind in shapes.values():
@@ -87,7 +87,8 @@ def open_transport(
         # native transport.
         name=name_transport("pipeline"),
     )
-    # Use only settings that are equal on all ranks, because finding direct peers is collective.
+    # Use only settings that are identical on all ranks, because finding direct peers is
+    # collective.
     tries_ipc = pipeline.config.tries_ipc and not devices.current().is_host
     if tries_ipc or pipeline.config.device_path == "ipc":
         return connections.between_devices()
@@ -153,10 +154,11 @@ class _Connections:
     ) -> tuple[NativeTransport | None, Transport | None]:
         """Open torch.distributed for indirect links, and the native core for notes on direct links.
 
-        Each of the two results is None if no link needs that transport. Collective over the job.
+        Either result is None if no link needs that transport. Collective over the job.
         """
-        # torch.distributed does not report arrivals, which only a dynamic order needs. With a
-        # static table, torch.distributed can serve the indirect links without the native core.
+        # torch.distributed does not report arrivals, which only a dynamic order needs.
+        # With a static table, torch.distributed can handle the indirect links without
+        # the native core.
         indirect_links = {link for link in self.links if direct_peers.isdisjoint(link)}
         over_torch = self._over_torch(indirect_links)  # collective, so always called
         if not direct_peers:
@@ -167,7 +169,7 @@ class _Connections:
     def _beside_native(
         self, direct_peers: Set[int], reach: Reach
     ) -> tuple[NativeTransport, Transport | None]:
-        """Open the native core for all peers, and a transport over it; None if all are direct."""
+        """Open the native core for all peers, and a transport on top; None if all are direct."""
         # All ranks must use the same slot size, so use small slots only if no link in the job is
         # indirect.
         host = self._native(
@@ -186,7 +188,7 @@ class _Connections:
         direct_peers: Set[int],
         indirect: Transport | None,
     ) -> Transport:
-        """Return the transport for direct links, which contains `indirect` for all other links."""
+        """Return the transport for direct links, which uses `indirect` for all other links."""
         assert host is not None
         assert reach.sharing is not None
         transport = DirectTransport(
@@ -220,8 +222,8 @@ class _Connections:
         if for_notes:
             slot_bytes = NOTE_BYTES
             if self.pipeline.dynamic is not None:
-                # With a dynamic order, the sender sends two notes about each tensor: one when it
-                # has launched the computation, and one when the tensor is ready.
+                # With a dynamic order, the sender sends two notes about each tensor:
+                # one after launching the computation, and one when the tensor is ready.
                 num_slots *= 2
         return open_native(
             self.name,
@@ -259,13 +261,13 @@ class _Connections:
 
 
 def _no_direct_path(reach: Reach) -> str:
-    """Return the error message if devices must exchange tensors directly but cannot."""
+    """Return the error message for devices that must exchange tensors directly but cannot."""
     reasons = [
-        f"with that of rank {peer}: {reason}" for peer, reason in reach.reasons.items()
+        f"with rank {peer}'s device: {reason}" for peer, reason in reach.reasons.items()
     ]
-    between = "; ".join(reasons) or "because devices of other ranks cannot"
+    between = "; ".join(reasons) or "because other ranks' devices cannot"
     return (
-        f"rank {dist.get_rank()}: its device cannot exchange tensors {between}; use "
+        f"rank {dist.get_rank()}'s device cannot exchange tensors {between}; use "
         "--pipeline-device-path staged"
     )
 
@@ -278,8 +280,9 @@ def slots_of(pipeline: Pipeline, bypasses: tuple[Bypass, ...] = ()) -> int:
     schedule = replace(pipeline.full, bypasses=bypasses)
     slots = arena_slots(schedule, margin, pipeline.config.stash_ratio)
     if pipeline.config.slice_tokens is not None:
-        # Enough for twice the messages in flight in both directions, if the longest micro-batch in
-        # a step has two slices for each rank. With more slices, messages wait at the sender.
+        # Enough for twice the messages in flight in both directions, if the longest
+        # micro-batch in a step has two slices per rank. With more slices, messages wait
+        # at the sender.
         slots = max(slots, 4 * 3 * pipeline.pp)
     return slots
 
@@ -301,7 +304,7 @@ def open_native(
 
     `rank` and `num_ranks` count all processes in the job. The processes find each other in `store`
     by the transport's name (`name_transport`), and each of the `peers` must list this rank as a
-    peer. `slots` is the number of messages from each peer for which this rank has room. The core
+    peer. `slots` is the number of messages from each peer that this rank has room for. The core
     carries tensors on `device`, or copies of them.
 
     Raises:
@@ -312,8 +315,8 @@ def open_native(
     ip = None  # shared memory needs no address
     if wire != "shm":
         host = environment.rendezvous_host
-        # A reserve rank takes the number of a lost rank on another host, so the number does not
-        # identify the host.
+        # A reserve rank takes over the number of a lost rank on another host, so the
+        # number does not identify the host.
         ip = environment.host_address or own_address(
             config.node_ips, rank, num_ranks, local_world_size, host
         )

@@ -1,8 +1,8 @@
-"""Replaces Megatron's schedules with `forward_backward`, which accepts the same keywords.
+"""Replaces Megatron's schedules with `forward_backward`, which accepts the same keyword arguments.
 
 While a schedule is active, the patched `get_forward_backward_func` of
-`megatron.core.pipeline_parallel` returns this function (`patches/schedules.py`). It keeps the
-contract of `forward_backward_pipelining_with_interleaving` in
+`megatron.core.pipeline_parallel` returns this function (`patches/schedules.py`). The function has
+the same contract as `forward_backward_pipelining_with_interleaving` in
 `megatron/core/pipeline_parallel/schedules.py`.
 """
 
@@ -50,7 +50,7 @@ _INDEPENDENT_OF_NUMBERS = {
     "window_attn_skip_freq": 0,
     "no_rope_freq": 0,
 }
-"""Settings that make layers depend on their numbers -> the value with which they do not."""
+"""Setting that can make a layer depend on its number -> the value for which it does not."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -71,27 +71,25 @@ def forward_backward(
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
-    """Run one step under the active schedule, with the keywords of Megatron's own schedules.
+    """Run one step of the active schedule; takes the same keywords as Megatron's own schedules.
 
     Returns:
         The loss function's reports in micro-batch order; empty on ranks without the last stage.
 
     Raises:
-        ScheduleError: The schedule does not fit the model, the ranks or the micro-batches.
+        ScheduleError: The schedule is incompatible with the model, the ranks or the micro-batches.
         TransportError: A message timed out, or a peer failed.
     """
     pipeline = active.pipeline()
     if pipeline is None:
         raise ScheduleError(
-            "the configuration of this schedule is no longer active; call "
+            "this schedule's configuration is no longer active; call "
             "get_forward_backward_func again"
         )
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     iterators = _one_for_each(data_iterator, len(chunks))
     if (p2p_communicator is None) != (pg_collection is None):
-        raise ScheduleError(
-            "give both p2p_communicator and pg_collection, or neither of them"
-        )
+        raise ScheduleError("pass both p2p_communicator and pg_collection, or neither")
     refuse_modules(pg_collection)
     groups = default_groups() if pg_collection is None else pg_collection
     runtimes = in_force()
@@ -160,8 +158,8 @@ def _shapes(
 ) -> Shapes:
     """Return the shapes of activations (F) and gradients (B) that stages receive.
 
-    `size` is (sequence length, micro-batch size), and `adjust` is the caller's function that
-    adjusts shapes.
+    `size` is (sequence length, micro-batch size), and `adjust` is the caller's function for
+    adjusting shapes.
     """
     received: Any = [shape_between_stages(config, groups, *size)]
     sent = list(received)
@@ -190,7 +188,7 @@ def _timed(config: Any) -> Iterator[None]:
 
 @contextmanager
 def _offloading(config: Any, offloading: Offloading, table: Table) -> Iterator[None]:
-    """Reload offloaded activations in the table's order, if Megatron offloads any."""
+    """Reload offloaded activations in the table's order if Megatron offloads any."""
     if not getattr(config, "fine_grained_activation_offloading", False):
         yield
         return
@@ -208,7 +206,7 @@ def refuse_modules(groups: Any) -> None:
     if is_multi_module(groups):
         raise ScheduleError(
             "schedule_pg_collection is for several modules (MIMO), but a table has one pipeline; "
-            "leave --pipeline-schedule out to run Megatron's own schedule"
+            "remove --pipeline-schedule to run Megatron's own schedule"
         )
 
 
@@ -220,16 +218,16 @@ def _one_for_each(data: Any, num_chunks: int) -> list[Any]:
     if len(iterators) != 1:
         raise ScheduleError(
             f"data_iterator has {len(iterators)} iterators, but this rank holds {num_chunks} model "
-            "chunks; give one iterator for each chunk, or one that all chunks share"
+            "chunks; pass one iterator per chunk, or a single one that all chunks share"
         )
     [shared] = iterators
     if shared is None:
         return iterators * num_chunks
     if not hasattr(shared, "__next__"):
         raise ScheduleError(
-            f"data_iterator is a {type(shared).__name__}, which the {num_chunks} model chunks of "
-            "this rank cannot share; give an iterator, such as iter(data_loader), or a list with "
-            "one iterator for each chunk"
+            f"data_iterator is a {type(shared).__name__}, which this rank's {num_chunks} model "
+            "chunks cannot share; pass an iterator, such as iter(data_loader), or a list with one "
+            "iterator per chunk"
         )
     # Use `tee` because each chunk reads all micro-batches, at its own pace; `map(next, ...)`
     # because Megatron's RerunDataIterator has no __iter__; and `copy` because forward steps write
@@ -254,18 +252,18 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
             raise ScheduleError(
                 f"{type(modules[-1]).__name__} lacks {', '.join(missing)}; Megatron's steps need "
                 "`config` (a TransformerConfig), `model_type` (ModelType.encoder_or_decoder) and "
-                "`set_input_tensor(tensors)` in each model chunk; docs/your-model.md has an example"
+                "`set_input_tensor(tensors)` in each model chunk; see docs/your-model.md"
             )
 
 
 def _check_layer_numbers(
     pipeline: Pipeline, rank: int, chunks: Sequence[torch.nn.Module]
 ) -> None:
-    """Check that Megatron numbers the model's layers in the order in which the stages run them.
+    """Check that Megatron numbers the model's layers in the order that the stages run them.
 
     Raises:
-        ScheduleError: The model was built without the layout of the schedule, and what a layer
-            computes depends on its number.
+        ScheduleError: The model was built without the schedule's layout, and a layer's computation
+            depends on its number.
     """
     from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -286,14 +284,15 @@ def _check_layer_numbers(
         value = getattr(config, name, independent)
         if value not in (None, independent):
             raise ScheduleError(
-                f"the model was built without the layout of {pipeline.name}, so its layers have "
-                f"the numbers of other stages, and {name} = {value} depends on them; build it from "
-                "TransformerConfig(**build.transformer, ...), where build is configure's result"
+                f"the model was built without the layout of {pipeline.name}, so its layers are "
+                f"numbered as on other stages, and {name} = {value} depends on these numbers; "
+                "build it from TransformerConfig(**build.transformer, ...), where build is "
+                "configure's result"
             )
     if rank == 0:
         _LOG.warning(
             "the model was built without the layout of %s, so checkpoints name its layers "
-            "differently from those of other schedules; build it from "
+            "differently than with other schedules; build it from "
             "TransformerConfig(**build.transformer, ...), where build is configure's result",
             pipeline.name,
         )
@@ -310,8 +309,8 @@ def _refuse_torchs_wrappers(
     wrappers = set(_TORCHS_WRAPPERS)
     config = get_model_config(chunks[0])
     if config.no_sync_func is not None and config.grad_sync_func is not None:
-        # `no_sync_func` disables DDP's hooks for the whole step, and `grad_sync_func` reduces.
-        # FSDP's hooks move gradients in any case.
+        # `no_sync_func` disables DDP's hooks for the whole step, and `grad_sync_func`
+        # reduces the gradients. FSDP's hooks move gradients in any case.
         wrappers.remove("DistributedDataParallel")
     for chunk in chunks:
         for module in chunk.modules():
@@ -321,6 +320,6 @@ def _refuse_torchs_wrappers(
                     raise ScheduleError(
                         f"a model chunk holds torch's {base.__name__}, whose hooks reduce "
                         f"gradients in the backward pass, but {table.label} computes weight "
-                        "gradients later, or in another order on each replica; wrap chunks in "
+                        "gradients later, or in a different order on each replica; wrap chunks in "
                         "Megatron's DistributedDataParallel, or use 1f1b without --use-dpp"
                     )

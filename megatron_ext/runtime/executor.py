@@ -1,9 +1,9 @@
 """Runs one rank's actions: receive inputs, compute, send results.
 
-The executor does not depend on a schedule or a policy: an `Order` yields the next action. If an
-input has not arrived, the executor sleeps in the transport. Tensors between two stages on the same
-rank do not pass through the transport. Each action and each step are reported to observers (traces,
-watchdogs, statistics).
+The executor is independent of schedules and policies: an `Order` yields the next action. If an
+input has not arrived, the executor sleeps in the transport. Tensors passed between two stages on
+the same rank bypass the transport. Every action and step is reported to observers (tracing, the
+watchdog, statistics).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _NOTHING = nullcontext()
 
 
 def num_out_of_order(executed: Sequence[Executed]) -> int:
-    """Return how many actions in a step ran before an action that precedes them in the table."""
+    """Return how many of a step's actions ran before an action that precedes them in the table."""
     positions = [position for position, _, _ in executed]
-    # A fast path: true for every static order.
+    # Fast path: always taken for a static order.
     if positions == sorted(positions):
         return 0
     # `head` is the first action in the table that has not run.
@@ -84,9 +84,9 @@ class Executor:
     transport: Transport
     timeout_s: float
     name_of: Callable[[int | None], str]
-    """Returns the name of a global rank for error messages; None means this rank."""
+    """Returns a global rank's name for error messages; None means this rank."""
     run_ahead: RunAhead | None = None
-    """Bounds how far the host runs ahead of the device; None if actions run on the host."""
+    """Limits how far the host can run ahead of the device; None if actions run on the host."""
     observers: Sequence[Observer] = ()
     _handed: dict[Message, torch.Tensor | None] = field(
         default_factory=dict, init=False
@@ -113,13 +113,13 @@ class Executor:
         # Profilers start and stop between steps. Without a profiler, ranges are pure overhead.
         if torch._C._autograd._profiler_enabled():
             observers.append(ProfilerRanges())
-        # The device may be idle between two actions, so call only the observers that override the
-        # called method.
+        # The device may be idle between actions, so only call the observers that
+        # override a method.
         self._begins = [o for o in observers if overrides(o, "begin_action")]
         self._ends = [o for o in observers if overrides(o, "end_action")]
         self._remaining = dict(self.table.actions_by_stage)
-        # Announce messages before the first action: some wires need to know a message's size, or
-        # need a buffer for the message, before it arrives.
+        # Announce messages before the first action: some wires need to know a message's
+        # size, or to have a buffer for it, before it arrives.
         self.transport.begin(
             [*self.order.expected(), *self.program.expected], self.table.slots
         )
@@ -137,7 +137,7 @@ class Executor:
                 self._run(
                     choice, exchanges[forward]._replace(partner=exchanges[backward])
                 )
-        # Flush here, so that a failed send is reported by this step, not by a later one.
+        # Flush here, so that this step reports a failed send rather than a later one.
         self.transport.flush(self.timeout_s)
         wall_s = time.perf_counter() - begin_s
         self._check_complete()
@@ -158,8 +158,8 @@ class Executor:
             self._remaining[stage] -= 1
         inputs = self._inputs(exchange)
         gradients = [] if partner is None else self._inputs(partner)
-        # In a pair, this is the backward action. A pair's forward action is never the last one on
-        # its stage, and has no saved tensors.
+        # In a pair, this is the backward action. A pair's forward action is never the
+        # last one on its stage and has no saved tensors.
         action = actions[-1]
         stage, is_last = action.stage, not self._remaining[action.stage]
         # This reference keeps a backward action's graph alive until the results have been sent (see
@@ -236,7 +236,7 @@ class Executor:
             raise type(error)(
                 f"{self.name_of(None)} cannot run {exchange.action}, action "
                 f"{number} of its {len(exchanges)} in "
-                f"{self.table.schedule.label}, and waits for {self.name_of(transfer.peer)}: {error}"
+                f"{self.table.schedule.label}; it waits for {self.name_of(transfer.peer)}: {error}"
             ) from error
 
     def _deliver(self, exchange: Exchange, tensors: Tensors) -> None:
@@ -251,13 +251,14 @@ class Executor:
                 # Detach, so that the backward pass stops at the stage boundary.
                 self._handed[message] = tensor.detach()
             self.order.handed(message)
-        # `release` replaces the data of these tensors, but the transport and the next stage hold
-        # references to the storage.
+        # `release` replaces these tensors' data, but the transport and the next stage
+        # hold references to the storage.
         if exchange.action.kind == "F":
             self.compute.release(tensors)
 
     def _check_complete(self) -> None:
-        # If an order stopped early and this went unnoticed, the gradients would be incomplete.
+        # If an order that stopped early went unnoticed, the gradients would be
+        # incomplete.
         executed = {position for position, _, _ in self._executed}
         row = self.table.schedule.rows[self.table.rank]
         skipped = set(range(len(row))) - executed

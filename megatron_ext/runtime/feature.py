@@ -1,6 +1,6 @@
 """The interface through which `features/` extends a model's training steps.
 
-A runtime creates one instance of each `Feature` class at its first step, and calls the methods
+A runtime creates one instance of each `Feature` class at its first step and calls the methods
 below. The base class does nothing; a feature overrides the methods that it needs.
 """
 
@@ -57,7 +57,7 @@ class Step:
 
 
 class ReportOrder(Protocol):
-    """Converts a step's reports to the order of its data."""
+    """Converts a step's reports to data order."""
 
     def in_file_order(
         self,
@@ -65,18 +65,18 @@ class ReportOrder(Protocol):
         tensor_parallel: dist.ProcessGroup,
         chunks: Sequence[torch.nn.Module],
     ) -> dict[int, Any]:
-        """Convert reports keyed by the table's micro-batches to keys in the order of the data."""
+        """Re-key reports from the table's micro-batch order to the order of the data."""
 
 
 class DataOrder(ReportOrder, Protocol):
     """The order in which one training step runs its micro-batches of data."""
 
     def iterator(self, items: Any) -> Iterator[Any] | None:
-        """Return an iterator over a chunk's micro-batches in this order, or None without data."""
+        """Return an iterator over a chunk's micro-batches in this order; None if it has no data."""
 
 
 class ReadAhead(ReportOrder, Protocol):
-    """One training step's data, read before its table is generated, and cut into slices."""
+    """One training step's data, read and cut into slices before its table is generated."""
 
     @property
     def iterators(self) -> Sequence[Iterator[Any] | None]:
@@ -92,7 +92,7 @@ class ReadAhead(ReportOrder, Protocol):
 
     @property
     def slice_tokens(self) -> tuple[tuple[int, ...], ...]:
-        """Micro-batch in the table -> number of tokens in each slice; equal on all ranks."""
+        """Micro-batch in the table -> number of tokens in each slice; identical on all ranks."""
 
     @property
     def length_cost(self) -> LengthCost:
@@ -149,14 +149,14 @@ class Feature:
         return shapes
 
     def admit(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Accept another model on the same process groups, or other wrappers around the same model.
+        """Accept another model on the same process groups, or new wrappers around the same model.
 
         Raises:
             ScheduleError: The model's requirements differ from the first model's.
         """
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
-        """Return the object that computes a step's actions, and the `Ends` of its messages.
+        """Return the object that computes a step's actions and the `Ends` of its messages.
 
         None if this feature does not apply to the step.
         """
@@ -167,13 +167,13 @@ class Feature:
     ) -> ReadAhead | None:
         """Read the data for a training step whose table depends on it. Collective over the job.
 
-        `iterators` has one entry for each chunk. Return None if the table depends only on the
-        number of micro-batches.
+        `iterators` has one entry per chunk. Return None if the table depends only on the number of
+        micro-batches.
         """
         return None
 
     def data_order(self, table: Table, config: Any) -> DataOrder | None:
-        """Return the order in which a training step runs its data; None keeps it unchanged."""
+        """Return the order in which a training step runs its data; None keeps the data's order."""
         return None
 
     def step_failed(self) -> None:

@@ -1,8 +1,8 @@
 """Adapts Megatron to folded pipelines, whose first and last stage share a rank (V and W).
 
-Megatron assumes that the first and last stages are on different ranks, and that the world's last
-rank computes the loss and logs it. In a folded pipeline, both copies of the word embedding are on
-one rank, and losses must be sent to the rank that logs. With other placements, these functions do
+Megatron assumes that the first and last stages are on different ranks, and that the job's last rank
+computes and logs the loss. In a folded pipeline, both copies of the word embedding are on one rank,
+and losses must be sent to the rank that logs them. For all other placements, these functions do
 nothing.
 
 Each rank builds the layers that a `PipelineParallelLayerLayout` assigns to it. Upstream's class
@@ -55,7 +55,7 @@ def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def differing_copies(chunks: Sequence[torch.nn.Module]) -> str | None:
-    """Describe how this rank's two copies of the word embedding differ; None if they are equal."""
+    """Describe how this rank's two copies of the word embedding differ; None if they do not."""
     tied = _tied_weights(chunks)
     # NaN is not equal to itself, and a diverged run has NaNs in both copies, so replace them.
     if tied is None or torch.equal(*map(torch.nan_to_num, tied)):
@@ -82,7 +82,8 @@ def sum_tied_gradients(chunks: Sequence[torch.nn.Module]) -> None:
     first, last = (getattr(weight, "main_grad", None) for weight in tied)
     if first is None or last is None:  # frozen
         return
-    # Both copies get the sum: equal gradients and equal optimizer states keep the copies equal.
+    # Both copies get the sum: identical gradients and optimizer states keep the copies
+    # identical.
     first.add_(last)
     last.copy_(first)
 
@@ -120,7 +121,7 @@ def language_model(chunk: torch.nn.Module) -> Any | None:
 def keep_one_main_copy(sharded_state_dict: Any) -> None:
     """Make one of a tensor's two copies the main replica, which is saved or loaded.
 
-    The dict contains upstream's replica ids for parallel saving or loading, and is modified in
+    The dict contains upstream's replica ids for parallel saving or loading and is modified in
     place. Id 0 marks the tensors that this rank handles.
     """
     main_copies: set[tuple[Any, ...]] = set()
@@ -128,7 +129,8 @@ def keep_one_main_copy(sharded_state_dict: Any) -> None:
         if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
             name = (shard.key, shard.global_offset)
             if name in main_copies:
-                # With any id other than 0, only the first copy of the tensor is saved or loaded.
+                # Any id other than 0 will do: only the first copy of the tensor is then
+                # saved or loaded.
                 shard.replica_id = 1
             main_copies.add(name)
 
@@ -191,7 +193,7 @@ def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
-    """A layout in upstream's notation, in stage order, whose placement assigns stages to ranks.
+    """A layout in upstream's notation and in stage order; its placement assigns stages to ranks.
 
     Raises:
         ScheduleError: The layout and the placement have different numbers of stages.
@@ -202,7 +204,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         if len(stages) != placement.num_stages:
             raise ScheduleError(
                 f"--pipeline-model-parallel-layout {layout} has {len(stages)} stages, but the "
-                f"schedule has {placement.num_stages}; separate that many with |"
+                f"schedule has {placement.num_stages}; use | to separate that many stages"
             )
         # Keep the plain string in stage order: upstream stores it in arguments and checkpoints,
         # which must not depend on the placement.
@@ -229,7 +231,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Return how many layers of a type precede a chunk in all earlier stages.
+        """Return the number of layers of a type in all stages before a chunk.
 
         `vp_stage` is the chunk's number on this rank or on `pp_rank`.
         """
@@ -237,7 +239,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         chunks = self.stages_of[pp_rank]
         assert vp_stage is not None or len(chunks) == 1, (
-            "ranks hold several chunks: give vp_stage"
+            "ranks hold several chunks: pass vp_stage"
         )
         stage = chunks[vp_stage or 0]
         return sum(layers.count(layer_type) for layers in self.stages[:stage])

@@ -1,4 +1,4 @@
-"""Reads and checks the sequence lengths in a micro-batch, and estimates their cost."""
+"""Reads and checks a micro-batch's sequence lengths and estimates their cost."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def refusing_long_sequences(
     *,
     num_earlier: int = 0,
 ) -> Iterator[None]:
-    """Check how many tokens a first stage reads within this context; upstream does not check.
+    """Check how many tokens a first stage reads within this context, which upstream does not do.
 
     The tokens may be a slice that follows `num_earlier` tokens of the sequence.
 
     Raises:
         ScheduleError: A sequence is empty, or has more tokens than the model has positions.
     """
-    # Otherwise, a sequence that is too long raises an index error in the embedding (on a GPU, a
-    # device-side assertion), or no error at all with rotary embeddings.
+    # Otherwise, a sequence that is too long causes an index error in the embedding (on
+    # a GPU, a device-side assertion), or no error at all with rotary embeddings.
     reader = unwrap_model(model)
     limit = getattr(reader, "max_sequence_length", None)
     if limit is None or not getattr(reader, "pre_process", False):
@@ -44,7 +44,8 @@ def refusing_long_sequences(
         packed = kwargs.get("packed_seq_params")
         longest = 0
         if tokens is not None and tokens.shape[-1] == 0:
-            # Megatron's attention fails in a reshape that names neither data nor micro-batch.
+            # Megatron's attention would fail in a reshape, with an error that mentions
+            # neither the data nor the micro-batch.
             raise ScheduleError(
                 f"stage {stage}, micro-batch {microbatch} has no tokens, but Megatron's layers "
                 "need at least one; give it one token with loss_mask 0, or train with "
@@ -81,9 +82,9 @@ def packed_bounds_of(item: Mapping[str, Any]) -> torch.Tensor | None:
 
     Padded bounds take precedence if there are any, as in Megatron's script.
     """
-    # With Megatron's packing scheduler, middle stages read only the bounds. Use the padded bounds,
-    # which give the same size as on stages with tokens; with different sizes, stages would choose
-    # different orders.
+    # With Megatron's packing scheduler, middle stages read only the bounds. Use the
+    # padded bounds, which give the same size as on stages with tokens; if the sizes
+    # differed, stages would choose different orders.
     bounds: torch.Tensor | None = item.get("cu_seqlens_padded")
     if bounds is None:
         bounds = item.get("cu_seqlens")
@@ -108,9 +109,9 @@ def packed_bounds_in(item: Mapping[str, Any]) -> tuple[int, ...]:
 def item_size(item: Any) -> ItemSize | None:
     """Return the size of a micro-batch, or None if its lengths are unknown.
 
-    The item has `tokens`, `[b, s]`. With packed samples it has `cu_seqlens`, `[n]` or `[b, n]`: the
-    start of each sample and the end of the last one, which may be repeated. `cu_seqlens_padded` has
-    the same bounds with padding.
+    The item has `tokens`, `[b, s]`. With packed samples, it has `cu_seqlens`, `[n]` or `[b, n]`:
+    the start of each sample and the end of the last one, which may be repeated. `cu_seqlens_padded`
+    has the same bounds with padding.
     """
     if not isinstance(item, Mapping):
         return None
@@ -143,7 +144,7 @@ def sample_lengths(item: Any) -> list[int]:
 
 
 def cost_of_model(config: Any) -> LengthCost:
-    """Return a function from sample length to cost, for a model with this `TransformerConfig`."""
+    """Return the function from sample length to cost for a model with this `TransformerConfig`."""
     num_experts, ffn_width = 1, config.ffn_hidden_size
     if config.num_moe_experts:
         num_experts = config.moe_router_topk

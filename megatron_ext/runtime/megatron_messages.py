@@ -43,13 +43,13 @@ class _Request:
             self.arrive = None
 
 
-# Megatron's schedules match tensors by call order, not by name. So the n-th tensor in a direction
-# gets the name of the n-th message in our table for the same schedule. That name is the same on the
-# sender and on the receiver.
+# Megatron's schedules match tensors by call order, not by name. So the n-th tensor in a
+# direction gets the name of the n-th message in our table for the same schedule, which
+# is the same on the sender and the receiver.
 class MegatronPipeline:
     """The messages of Megatron's own schedule on one pipeline, in table order.
 
-    `call` contains the first step's keywords. The constructor is collective over the job.
+    `call` contains the first step's keyword arguments. The constructor is collective over the job.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class MegatronPipeline:
         return self._tables[num_microbatches]
 
     def begin(self, num_microbatches: int, forward_only: bool) -> None:
-        """Begin a step; an evaluation runs its forward passes in the order of training."""
+        """Begin a step; evaluations run their forward passes in training order."""
         table = self._table(num_microbatches)
         sent: list[Transfer] = []
         for exchange in table.exchanges:
@@ -102,10 +102,10 @@ class MegatronPipeline:
         self.transport.begin(expected, table.slots)
 
     def send(self, tensor: torch.Tensor, kind: MessageKind) -> _Request:
-        """Send the next tensor, `[s, b, h]`, in a direction."""
+        """Send the next tensor in a direction, `[s, b, h]`."""
         transfer = self._next(self._to_send, kind, "sends")
         self.transport.isend(tensor, self._peers.of(transfer), transfer.message)
-        # The request is complete, because the transport holds the storage.
+        # The request is already complete, because the transport holds the storage.
         return _Request()
 
     def receive(self, kind: MessageKind) -> tuple[torch.Tensor, _Request]:
@@ -136,7 +136,7 @@ class MegatronPipeline:
         """Exchange a step's tensors, in place of `P2PCommunicator._communicate`.
 
         Activations go to the next pipeline rank and gradients to the previous one, `[s, b, h]`
-        each. Without `wait_on_reqs`, received tensors are empty until their request's `wait()`
+        each. If `wait_on_reqs` is false, received tensors stay empty until their request's `wait()`
         fills them.
 
         Returns:

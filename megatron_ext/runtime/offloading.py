@@ -1,8 +1,8 @@
 """Reloads offloaded activations in the order in which a table runs its backward passes.
 
 From the first step on, Megatron's fine-grained offloading moves saved tensors to the host after
-each forward pass, and later prefetches the tensors for the next backward pass. Megatron derives the
-order of backward passes from the number of virtual stages, but a table may have a different order.
+each forward pass and later prefetches the tensors for the next backward pass. Megatron derives the
+order of backward passes from the number of virtual stages, but a table may use a different order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MEGATRONS = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 
 class Offloading:
-    """Holds the order in which activations are reloaded in the current step."""
+    """Holds the order in which the current step reloads activations."""
 
     def __init__(self) -> None:
         # Indices of forward passes, in the order of their backward passes; empty in evaluations.
@@ -47,15 +47,15 @@ class Offloading:
             self._learned = self._order
 
     def begin_forward(self, call: Any, kwargs: dict[str, Any]) -> None:
-        """Let Megatron prepare for one forward pass's saved tensors, and reorder its records."""
+        """Let Megatron prepare for one forward pass's saved tensors and reorder its records."""
         if not self._order:
             return
         # With one virtual stage, Megatron does not derive an order.
         call(**{**kwargs, "vp_size": 1, "vp_stage": 0})
         manager = sys.modules[_MEGATRONS].PipelineOffloadManager.get_instance()
         chunks = manager._cached_chunks_forward
-        # During the first step, Megatron has records only of the forward passes that have run so
-        # far.
+        # During the first step, Megatron only has records of the forward passes that
+        # have run so far.
         by_backward = [chunks[number] for number in self._order if number < len(chunks)]
         manager._cached_chunks_backward[:] = by_backward
         manager._cur_forward_chunk = chunks[self._begun]
@@ -63,7 +63,7 @@ class Offloading:
 
     @staticmethod
     def end_step() -> None:
-        """Restart with the first forward pass and the first backward pass."""
+        """Start over with the first forward pass and the first backward pass."""
         _interface().reset()
 
 

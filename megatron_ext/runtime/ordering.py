@@ -1,10 +1,10 @@
-"""Orders a rank's actions, and bounds how far the host launches ahead of the device.
+"""Orders a rank's actions and limits how far the host can run ahead of the device.
 
 The order comes from the rank's table, from a policy, or from a leader's decisions.
 
-The executor iterates over positions in the table. When it requests the next position, it has
-launched the previous action. If the host runs the actions itself, that action is complete by then,
-whereas a device may still be running it.
+The executor iterates over positions in the table. By the time it requests the next position, it has
+launched the previous action. If the host itself runs the actions, that action is complete by then,
+but a device may still be running it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Transport
 
 
-# Following a leader cannot deadlock. Ranks with the same leader run their actions in the same
-# order, so treat them as one rank. A leader runs only actions whose inputs have arrived, so the
-# leader of the previous stage has run the action that produced them. That leader's followers run
-# this action too, so their peers in this stage receive their inputs.
+# Following a leader cannot deadlock. Ranks with the same leader run their actions in
+# the same order, so treat them as one rank. A leader runs only actions whose inputs
+# have arrived, so the leader of the previous stage has run the action that produced
+# them. That leader's followers run this action too, so their peers on this stage
+# receive their inputs.
 def elect_leader(
     *groups: dist.ProcessGroup, twins: Iterable[int] = ()
 ) -> tuple[int, list[int]]:
-    """Return this rank's leader, and its followers if it leads. Collective over the job.
+    """Return this rank's leader, and its followers if it is one. Collective over the job.
 
     An action may contain a collective over tensor-, context- or expert-parallel ranks, or over two
     twins that read data for each other. Ranks that share such groups, directly or via other ranks,
@@ -51,7 +52,7 @@ def elect_leader(
 
     Args:
         groups: Groups that run collectives inside actions, in addition to the expert groups.
-        twins: Global ranks outside the groups that must run the same order.
+        twins: Global ranks outside the groups that must follow the same order.
     """
     experts = (
         parallel_state.get_expert_model_parallel_group(check_initialized=False),
@@ -76,9 +77,9 @@ def elect_leader(
 def leaders(peers: Sequence[Iterable[int]]) -> list[int]:
     """Return the lowest rank in each rank's connected component.
 
-    `peers` contains, for each rank, the ranks that must run the same order.
+    `peers` contains, for each rank, the ranks that must follow the same order.
     """
-    # Union-find: `leader` is the parent of each rank, and a root is its own parent.
+    # Union-find: `leader` holds each rank's parent, and a root is its own parent.
     leader = list(range(len(peers)))
 
     def root(rank: int) -> int:
@@ -105,7 +106,7 @@ class Order:
     table: Table
 
     def expected(self) -> list[Expected]:
-        """Return the messages that the order itself receives, besides the actions' messages."""
+        """Return the messages that the order itself receives, apart from the actions' messages."""
         return []
 
     def __iter__(self) -> Iterator[Choice]:
@@ -118,7 +119,7 @@ class Order:
 
 @dataclass
 class PolicyOrder(Order):
-    """Runs the action that a policy chooses among the ready ones; sleeps if none is ready."""
+    """Runs the ready action that a policy chooses; sleeps if none is ready."""
 
     policy: Policy
     transport: Transport
@@ -128,7 +129,7 @@ class PolicyOrder(Order):
     """Global ranks that follow these decisions."""
     timeout_s: float
     run_ahead: RunAhead | None = None
-    """Reports when the device has completed an action; None if the host computes."""
+    """Reports when the device has completed an action; None if actions run on the host."""
     _durations: Sequence[float] = field(init=False)
     """Action index -> cost in units. Empty if the policy never waits."""
     _ran_s: float = field(default=0.0, init=False)
@@ -148,7 +149,7 @@ class PolicyOrder(Order):
         self._durations = () if patience is None else patience.durations
 
     def __iter__(self) -> Iterator[Choice]:
-        """Choose an action, or a pair, send its position to the followers, and yield it.
+        """Choose an action or a pair, send its position to the followers and yield it.
 
         Raises:
             TransportTimeout: No action is ready, and nothing arrived for `timeout_s`.
@@ -163,8 +164,8 @@ class PolicyOrder(Order):
             # Only peers over ipc send launch notices.
             wires = self.transport.stats().wires.values()
             progress.hears_launches = all(wire == "ipc" for wire in wires)
-            # An evaluation may still be running on the device. Its actions are not in this table,
-            # so wait until they are complete.
+            # An evaluation may still be running on the device. Wait for its actions to
+            # complete, because they are not in this table.
             ahead.wait_until(0)
             ahead.listen(self.transport.wake)
         try:
@@ -191,11 +192,12 @@ class PolicyOrder(Order):
                     self._ended(indices, time.perf_counter() - begin_s)
                 else:
                     self._running.append(indices)
-                # On a device the action has only been launched, but actions that need it run after
-                # it in the same stream.
+                # On a device, the action has only been launched, but actions that need
+                # it run after it in the same stream.
                 for index in indices:
                     progress.finished(index)
-            # Nothing depends on the completion of the last action, so leave one action running.
+            # Nothing waits for the last action to complete, so leave one action
+            # running.
             while len(self._running) > 1:
                 self._wait()
         finally:
@@ -217,16 +219,17 @@ class PolicyOrder(Order):
     def _choose(self) -> Sequence[int]:
         self._idle_s = time.perf_counter()
         self._sleep(0.0)
-        # If the policy looks ahead, choose while the last action still runs on the device, so that
-        # the device is not idle during the launch. Otherwise choose once that action is complete.
+        # If the policy looks ahead, choose while the last action is still running on
+        # the device, so that the device is not idle during the launch. Otherwise,
+        # choose once that action is complete.
         while len(self._running) >= AHEAD:
             self._wait()
         self.policy.progress.began()
         while self._running and not self.policy.looks_ahead():
             self._wait()
         while True:
-            # Convert the wait to seconds at this step's pace. Until an action has completed, the
-            # pace is unknown, so don't wait.
+            # Convert the wait to seconds at this step's pace. Until an action has
+            # completed, the pace is unknown, so do not wait.
             units = self.policy.wait()
             paced = units and self._ran_units
             patience_s = units * self._ran_s / self._ran_units if paced else 0.0
@@ -248,7 +251,7 @@ class PolicyOrder(Order):
                 raise TransportTimeout(self._missing())
 
     def _sleep(self, timeout_s: float) -> bool:
-        """Sleep up to `timeout_s`; return whether a message arrived or an action completed."""
+        """Sleep for up to `timeout_s`; return whether a message arrived or an action completed."""
         messages = self.transport.poll(max(0.0, timeout_s))
         self._note(messages)
         ended_s = [] if self.run_ahead is None else self.run_ahead.ended_s()
@@ -267,7 +270,8 @@ class PolicyOrder(Order):
         progress = self.policy.progress
         for part in messages:
             assert part.kind != "D", "a leader receives no decisions"
-            # For the policy, all tensors in a hand-over form one message, except for bypasses.
+            # To the policy, all tensors in a hand-over are one message, except for
+            # bypasses.
             message = part._replace(header=False)
             if part.kind not in ("P", "G"):
                 message = message._replace(part=0)
@@ -355,9 +359,10 @@ class LedOrder(Order):
 # -- how far the host runs ahead -------------------------------------------------------------------
 
 
-# A host that launched a whole step at once would need memory for every message in the step, because
-# a tensor used by a copy stream is freed only once the device has reached the copy. So each action
-# ends with an event, and the host launches the next action only while few are unfinished.
+# A host that launched a whole step at once would need memory for every message in the
+# step, because a tensor used by a copy stream is freed only once the device has reached
+# the copy. So each action ends with an event, and the host launches the next action
+# only while few actions are unfinished.
 class RunAhead:
     """Counts and times the actions that a device has finished. Call it from one thread only."""
 
@@ -372,18 +377,19 @@ class RunAhead:
         self._unfinished: deque[tuple[object, Future[float]]] = deque()
         self._ended_s: list[float] = []
         self._wake: Callable[[], None] | None = None
-        # For each action: its start and end events, the future for its duration, and the function
-        # to call at its end. None stops the thread.
+        # For each action: its start and end events, the future for its duration, and
+        # the function to call at its end; None stops the thread.
         self._launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # A thread waits for the events, because waits for a device have no time-out. The thread is
-        # a daemon, so that a hanging device does not keep the process from exiting.
+        # A thread waits for the events, because waiting for a device has no time-out.
+        # The thread is a daemon, so a hanging device does not keep the process from
+        # exiting.
         self._thread = threading.Thread(
             target=self._watch, name="megatron-ext ends", daemon=True
         )
         self._thread.start()
 
     def listen(self, wake: Callable[[], None] | None) -> None:
-        """Keep durations for `ended_s`, and call `wake` from another thread when an action ends.
+        """Keep durations for `ended_s` and call `wake` from another thread when an action ends.
 
         `wake` is also called when an action fails. Passing None stops both.
         """
@@ -437,8 +443,8 @@ class RunAhead:
             except FutureTimeout:
                 raise TransportTimeout(
                     f"{action} did not finish on {self._device}: waited "
-                    f"{time.perf_counter() - begin_s:.1f} s of {self._timeout_s:g} s; it may wait "
-                    f"for a message from another rank"
+                    f"{time.perf_counter() - begin_s:.1f} s of {self._timeout_s:g} s; it may be "
+                    f"waiting for a message from another rank"
                 ) from None
             self._note_end()
 
@@ -470,7 +476,7 @@ class RunAhead:
                 )
             except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
                 took_s.set_exception(error)
-            # Don't wake after the step is over: the transport may already be closed.
+            # Do not wake after the step is over: the transport may already be closed.
             if wake is self._wake and wake is not None:
                 # If the transport has failed, the step reports the error.
                 with suppress(MegatronExtError):

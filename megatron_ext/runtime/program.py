@@ -1,4 +1,4 @@
-"""A rank's table, and its communication during a step: peers, message names and shapes."""
+"""A rank's table and its communication during a step: peers, message names and shapes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Table:
     """For disaggregated tables only: how many micro-batches the forward passes may run ahead
     (`exchanges`)."""
     costs: Costs = UNIT
-    """For training tables: the action durations for which the table was generated."""
+    """For training tables: the action durations that the table was generated for."""
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -74,7 +74,7 @@ class Table:
 
     @cached_property
     def arrivals(self) -> tuple[Transfer, ...]:
-        """The messages that this rank receives, from each source in the order of sending."""
+        """The messages that this rank receives, in each source's sending order."""
         arrivals = []
         for rank in range(self.schedule.placement.num_ranks):
             for exchange in exchanges(self.schedule, rank, self.window):
@@ -97,7 +97,7 @@ class Table:
 
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
-        """(stage, micro-batch) of each backward pass that has a W; others run whole."""
+        """(stage, micro-batch) of each backward pass that has a W; all others run whole."""
         # `SlicedCompute` numbers all slices in a step consecutively, as if they were micro-batches.
         count = self.schedule.num_slices
         return frozenset(
@@ -120,20 +120,20 @@ def make_table(
     backward: bool,
     bypasses: tuple[Bypass, ...] = (),
 ) -> Table:
-    """Return the valid table of a pipeline rank for a number of micro-batches.
+    """Return a pipeline rank's validated table for a number of micro-batches.
 
-    Without `backward`, the table has only forward passes, for evaluations. These run in the order
-    of the micro-batches, so there is nothing to validate.
+    If `backward` is false, the table has only forward passes, for evaluations. These run in
+    micro-batch order, so there is nothing to validate.
 
     Raises:
         ScheduleError: The schedule cannot run this number of micro-batches.
     """
     if not backward:
-        # Don't use the training table minus its backward passes: forward passes alone have a
-        # shorter order, which is the same for all schedules.
+        # Do not use the training table minus its backward passes: forward passes on
+        # their own have a shorter order, which is the same for all schedules.
         schedule = forward_only(pipeline.placement, num_microbatches)
         schedule = replace(schedule, bypasses=bypasses)
-        # Bypasses in flight are bounded only by the number of micro-batches.
+        # Only the number of micro-batches limits the bypasses in flight.
         slots = slots_for_forward(schedule) + num_microbatches * most_bypasses(schedule)
         return Table(schedule, rank, slots)
     schedule = pipeline.schedule(num_microbatches)
@@ -155,12 +155,12 @@ def make_table_by_length(
 ) -> Table:
     """Generate and validate the table for a step whose micro-batches have these slices.
 
-    `slice_tokens` contains the number of tokens in each slice, for each micro-batch.
+    `slice_tokens` contains, for each micro-batch, the number of tokens in each slice.
 
     Raises:
         ScheduleError: No order was found.
     """
-    # If all micro-batches in the step are empty, avoid dividing by 0.
+    # Avoid dividing by 0 if all micro-batches in the step are empty.
     longest = max(map(sum, slice_tokens)) or 1
     slice_sizes = []
     for widths in slice_tokens:
@@ -202,8 +202,9 @@ def check_same_table(
     Raises:
         ScheduleError: Tables differ within a group. Every rank in that group raises this.
     """
-    # Ranks with different tables would wait for messages that are never sent, until they time out.
-    # Compare 15 hexadecimal digits of the digest, because they fit into an int64.
+    # Ranks with different tables would wait for messages that are never sent until they
+    # time out. Compare 15 hexadecimal digits of the digest, because they fit in an
+    # int64.
     digest = torch.tensor([int(table.schedule.digest[:15], 16)], device=device)
     for group in groups:
         digests = [torch.empty_like(digest) for _ in range(group.size())]
@@ -215,13 +216,13 @@ def check_same_table(
         if different:
             raise ScheduleError(
                 f"the table for {table.schedule.label} on rank {dist.get_rank()} differs from the "
-                f"tables on ranks {', '.join(map(str, different))}; give all ranks the same flags, "
-                "the same megatron_ext and the same number of micro-batches"
+                f"tables on ranks {', '.join(map(str, different))}; use the same flags, version of "
+                "megatron_ext and number of micro-batches on all ranks"
             )
 
 
 def check_same_choice(choice: Choice) -> None:
-    """Check that `auto` has chosen the same setting on all ranks. Collective over all ranks.
+    """Check that `auto` chose the same setting on all ranks. Collective over all ranks.
 
     Raises:
         ScheduleError: The choices differ. Every rank raises this.
@@ -240,8 +241,8 @@ def check_same_choice(choice: Choice) -> None:
             f"{flags} on rank {ranks[0]}{other_ranks}, {choices[ranks[0]].basis}"
         )
     raise ScheduleError(
-        f"auto has chosen different flags: {'; '.join(descriptions)}; name one of them, such "
-        "as that of the device with the least memory, instead of auto"
+        f"auto has chosen different flags: {'; '.join(descriptions)}; instead of auto, set one "
+        "of these, such as the one for the device with the least memory"
     )
 
 
@@ -281,7 +282,7 @@ class Peers:
         return ranks[transfer.peer]
 
     def leads(self, rank: int) -> bool:
-        """Return whether a pipeline rank sends to its twin before receiving from its twin.
+        """Return whether a pipeline rank sends to its twin before it receives from the twin.
 
         This is true on the twin with the lower global rank.
         """
@@ -316,7 +317,7 @@ class Ends(Protocol):
 
 @dataclass(frozen=True)
 class PipelineEnds:
-    """The `Ends` for a pipeline with one peer for each transfer."""
+    """The `Ends` for a pipeline with one peer per transfer."""
 
     peers: Peers
     received: Mapping[str, Sequence[Form]]
@@ -334,11 +335,12 @@ class PipelineEnds:
             forms[kind] = []
             for part, shape in enumerate(shapes_of_kind):
                 forms[kind].append(Form(shape, dtype, part))
-        # The gradient that comes back (B) has one tensor for each tensor in the activation (F).
+        # The gradient that comes back (B) has one tensor per tensor in the activation
+        # (F).
         return cls(peers, forms, {"F": forms["B"], "B": forms["F"]})
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
-        """Return the only global rank at the other end of a transfer."""
+        """Return the single global rank at the other end of a transfer."""
         return (self.peers.of(transfer),)
 
     def forms(self, transfer: Transfer) -> Sequence[Form]:
@@ -349,7 +351,7 @@ class PipelineEnds:
 
 @dataclass(frozen=True)
 class Program:
-    """A rank's exchanges, with global ranks as peers and one tensor in each transfer.
+    """A rank's exchanges, with global ranks as peers and one tensor per transfer.
 
     If a transfer moves several tensors to several peers, the first tensor is sent to all peers
     before the second one is sent.
@@ -363,7 +365,7 @@ class Program:
 def make_program(table: Table, ends: Ends, *, leads: bool = True) -> Program:
     """Resolve the source or destination of every tensor in a step.
 
-    `leads` is true on the twin that sends before it receives, and false on the other one.
+    `leads` is true on the twin that sends before it receives and false on the other one.
     """
     # Look up everything in advance, because the device waits for the host between two actions.
     # Peers and names depend only on the table and the shapes, so all steps share one program.

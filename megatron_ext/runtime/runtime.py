@@ -1,4 +1,4 @@
-"""Keeps state across steps for the models on a set of process groups, and runs their steps.
+"""Keeps state across steps for the models on a set of process groups and runs their steps.
 
 A `Runtime` is created at a model's first step and closed together with the configuration. This
 module also sums and logs training statistics.
@@ -90,8 +90,8 @@ class Measured(Observer):
     """Peak number of live stage activations. With slices by length, the unit is the activation of
     the longest micro-batch in the step."""
     tables_s: float = 0.0
-    """Time, in seconds, that steps spent waiting for tables by length and for everything that is
-    computed from these tables."""
+    """Time, in seconds, that steps spent waiting for tables by length and for everything computed
+    from them."""
     _schedule: Schedule | None = field(default=None, init=False, repr=False)
     """The table of the step in progress."""
 
@@ -120,7 +120,7 @@ class Measured(Observer):
         self.busy_s += other.busy_s
         self.wall_s += other.wall_s
         self.peak_live = max(self.peak_live, other.peak_live)
-        # Ranks generate a table at the same time, so don't add up their waits.
+        # Ranks generate tables at the same time, so do not add up their waits.
         self.tables_s = max(self.tables_s, other.tables_s)
 
 
@@ -131,7 +131,7 @@ class Runtime:
     the model's `chunks` on this rank; `config` is their `TransformerConfig`.
 
     Raises:
-        ScheduleError: The ranks, chunks or features of the model do not fit the schedule.
+        ScheduleError: The model's ranks, chunks or features are incompatible with the schedule.
         TransportError: The transport is not available.
     """
 
@@ -192,7 +192,8 @@ class Runtime:
         self.splits = in_force().splits
         # Swaps data with the twin on stages that run the twin's micro-batches.
         self.exchange = self._exchange_with_twin(mirrored, reads_for_twin=any(crossed))
-        # Bounds how far the host runs ahead of the device; None if the device is the host.
+        # Limits how far the host can run ahead of the device; None if the device is the
+        # host.
         backend = devices.current()
         self.run_ahead: RunAhead | None = None
         if not backend.is_host:
@@ -201,10 +202,10 @@ class Runtime:
             )
         self.measured = Measured()
         self._tables: dict[tuple[int, bool], Table] = {}
-        # Slice sizes in tokens, [micro_batch][slice] -> table. Holds only the tables of the latest
-        # steps with slices by length.
+        # Slice sizes in tokens, [micro_batch][slice] -> table. Only the tables of the
+        # latest steps with slices by length are kept.
         self._tables_by_length: dict[tuple[tuple[int, ...], ...], Table] = {}
-        # Table -> its latest program, with the ends for which it was built.
+        # Table -> its latest program, with the ends that it was built for.
         self._programs: dict[Table, tuple[PipelineEnds, Program]] = {}
         # Tables that were checked for layers that overwrite their first gradients.
         self._checked: set[Table] = set()
@@ -238,11 +239,11 @@ class Runtime:
     def _exchange_with_twin(
         self, mirrored: Sequence[int], *, reads_for_twin: bool
     ) -> Callable[[Any], Any] | None:
-        """Return a function that swaps a data item with the twin; None if no stage needs it."""
+        """Return a function that swaps a data item with the twin; None if no stage needs one."""
         if not self.placement.twin_hops:
             return None
-        # Ranks without such stages create no group, but must call this too: creating groups is
-        # collective over the job.
+        # Ranks without such stages create no group but must still make this call:
+        # creating groups is collective over the job.
         twins = []
         if reads_for_twin:
             low, high = sorted((dist.get_rank(), mirrored[self.rank]))
@@ -269,7 +270,7 @@ class Runtime:
             )
 
     def admit(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Accept another model on these process groups, or other wrappers around the same model.
+        """Accept another model on these process groups, or new wrappers around the same model.
 
         Raises:
             ScheduleError: Its chunks, or its requirements for a feature, differ from the first
@@ -296,7 +297,7 @@ class Runtime:
         return data
 
     def data_order(self, table: Table, config: Any) -> DataOrder | None:
-        """Return the order of the micro-batches in a step; None if they run in data order."""
+        """Return the order of a step's micro-batches; None means data order."""
         for feature in self.features:
             order = feature.data_order(table, config)
             if order is not None:
@@ -308,9 +309,9 @@ class Runtime:
     ) -> ReadAhead | None:
         """Return a training step's data if its table depends on the data; otherwise None.
 
-        In the first case, this call is collective over the job, and `Transport.abort` does not
-        unblock it. If a rank fails between two steps, the other ranks wait here until the launcher
-        terminates them or the process group times out.
+        If the table depends on the data, this call is collective over the job and `Transport.abort`
+        does not unblock it. If a rank fails between two steps, the other ranks wait here until the
+        launcher terminates them or the process group times out.
         """
         for feature in self.features:
             read_ahead = feature.read_ahead(iterators, num_microbatches)
@@ -340,8 +341,8 @@ class Runtime:
                     bypasses=self.bypasses,
                 )
                 self._agree_on(table)
-        # Keep only the latest tables, the most recent one last: few steps have the same lengths,
-        # and tables take memory.
+        # Keep only the latest tables, with the most recent one last: few steps have the
+        # same lengths, and tables use memory.
         self._tables_by_length[slice_tokens] = table
         if len(self._tables_by_length) > _MAX_TABLES_BY_LENGTH:
             oldest = self._tables_by_length.pop(next(iter(self._tables_by_length)))
@@ -351,10 +352,10 @@ class Runtime:
 
     @contextmanager
     def _making_table(self) -> Iterator[None]:
-        """Measure how long it takes to build a table by lengths, with garbage collection disabled.
+        """Measure how long it takes to build a table by length, with garbage collection disabled.
 
-        The table's many small objects would trigger full collections, each of which takes longer to
-        traverse Megatron's objects than building the table does.
+        The table's many small objects would trigger full collections, and each collection would
+        spend more time traversing Megatron's objects than building the table takes.
         """
         is_collecting = gc.isenabled()
         gc.disable()
@@ -415,7 +416,7 @@ class Runtime:
                 self.splits,
                 force_all_reduce=force_all_reduce,
             )
-        # Observe and count training steps only, not evaluations.
+        # Only observe and count training steps, not evaluations.
         observers = [self.measured, *self.observers] if trains else []
         for observer in observers:
             observer.begin_step(compute)
@@ -460,7 +461,7 @@ class Runtime:
     def _compute(
         self, table: Table, call: Call, shapes: Shapes
     ) -> tuple[StageCompute, PipelineEnds]:
-        """Return the object that computes a step's actions, and the `Ends` of its messages."""
+        """Return the object that computes a step's actions and the `Ends` of its messages."""
         step = Step(table, call, shapes, self.peers, self.splits)
         for feature in self.features:
             computed = feature.compute(step)
@@ -469,7 +470,7 @@ class Runtime:
         schedule = table.schedule
         if schedule.num_slices > 1 or schedule.pairs_of(self.rank):
             raise ScheduleError(
-                f"{schedule.label} has actions that no feature of this installation computes; "
+                f"{schedule.label} has actions that no installed feature can compute; "
                 "reinstall megatron_ext"
             )
         shapes = self._on_wires(shapes)
@@ -506,9 +507,9 @@ class Runtime:
 
     def _check_split(self, table: Table, chunks: Sequence[torch.nn.Module]) -> None:
         """Log if W had nothing to compute in the first step with split backward passes."""
-        # In this case the step is correct, but slower than its table predicts. Either the patch
-        # `split_backward.linear` does not fit this Megatron release, or the model has custom
-        # layers.
+        # In this case, the step is correct, but slower than its table predicts. Either
+        # the patch `split_backward.linear` does not match this Megatron release, or the
+        # model has custom layers.
         self._has_split = any(
             action.kind == "I" for action in table.schedule.rows[self.rank]
         )
@@ -526,7 +527,7 @@ class Runtime:
             )
 
     def _order(self, table: Table, call: Call, num_parts: dict[str, int]) -> Order:
-        """Return the step's order; for evaluations, the table's order is the shortest."""
+        """Return the step's order; evaluations use the table's order, which is the shortest."""
         timeout_s = self.pipeline.timeout_s
         if self.leadership is None or call.forward_only:
             return Order(table)
@@ -552,7 +553,7 @@ class Runtime:
 
 @dataclass
 class Runtimes:
-    """The runtimes of one configuration, which are closed together with the configuration."""
+    """A configuration's runtimes, which are closed together with it."""
 
     by_group: dict[int, Runtime] = field(default_factory=dict)
     """Id of the pipeline group -> runtime, which references the group, so the id stays unique."""
@@ -572,14 +573,14 @@ class Runtimes:
 
     def abort(self, reason: str) -> None:
         """Abort the transports. Called from a thread other than the training thread."""
-        for runtime in list(self):  # meanwhile, the training thread may add a runtime
+        for runtime in list(self):  # the training thread may add a runtime meanwhile
             runtime.transport.abort(reason)
         self.megatron_pipelines.abort(reason)
 
     def close(self) -> None:
         """Close the transports."""
-        # Stop the thread of `run_ahead` first, because that thread calls the transport when an
-        # action ends.
+        # Stop `run_ahead`'s thread first, because it calls the transport when an action
+        # ends.
         for runtime in self:
             if runtime.run_ahead is not None:
                 runtime.run_ahead.close()
@@ -598,7 +599,7 @@ def in_force() -> Runtimes:
 
 
 def totals() -> tuple[Measured, int]:
-    """Return this process's training statistics so far, and the number of bytes sent."""
+    """Return this process's training statistics so far and the number of bytes sent."""
     together = Measured()
     runtimes = list(in_force())
     for runtime in runtimes:

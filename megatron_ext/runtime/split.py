@@ -1,31 +1,31 @@
 """Splits a stage's backward pass: I computes input gradients, W computes weight gradients.
 
-The backward pass of a linear layer consists of two GEMMs: the input gradient, which the previous
-stage waits for, and the weight gradient, which is not needed until the optimizer step. A
-micro-batch's I runs inside `SplitBackward.defer(stage, microbatch)`; its W is a call of
+A linear layer's backward pass consists of two GEMMs: the input gradient, which the previous stage
+waits for, and the weight gradient, which is not needed until the optimizer step. A micro-batch's I
+runs inside `SplitBackward.defer(stage, microbatch)`; its W is a call to
 `SplitBackward.run(stage, microbatch)`. In between, both operands of each weight gradient are kept:
-the layer's input and the gradient of its output. The result is bitwise equal to upstream's. The
+the layer's input and the gradient of its output. The result is bitwise identical to upstream's. The
 idea comes from "Zero Bubble Pipeline Parallelism" (Qi et al., 2023).
 
-Gradients of these weights are deferred to W: Column- and RowParallelLinear (`split_linear.py`:
+The gradients of these weights are deferred to W: Column- and RowParallelLinear (`split_linear.py`:
 attention, MLP, sequential experts, the output layer), grouped experts (`split_grouped.py`), and
 Transformer Engine layers that are built to defer them (`split_te.py`). All other gradients stay in
 I: embeddings, weights that are tied to an embedding on the same stage, norms, biases, the router.
 
-Autograd is unaware of a gradient that is pending between I and W. So a weight's gradient is
+Autograd does not know about gradients that are pending between I and W, so a weight's gradient is
 deferred only if no other code needs it in between:
 
 * Only the executor's backward pass defers. Any other backward pass, such as `torch.autograd.grad`
   inside a forward pass, computes all gradients.
-* The gradient of a weight with hooks is computed as a whole, in I.
+* If a weight has hooks, its gradient is computed as a whole in I.
 * If a deferred weight gets a gradient from another use in the same backward pass, that gradient
   also waits for W and is added to the product. From the next micro-batch on, the weight's gradient
   is computed as a whole.
 
 Contract with the executor:
 
-* The order of a stage's Ws affects the last bits of the results, and all ranks in a tensor-parallel
-  group must run their Ws in the same order.
+* The order of a stage's Ws affects the low-order bits of the results, and all ranks in a
+  tensor-parallel group must run their Ws in the same order.
 * A message's memory may be reused only after W, not after I.
 * Split chunks stay in DDP's `no_sync` for the whole step (`runtime/sync.py`).
 """
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 _Key = tuple[int, int]
 Progress = Callable[[AbstractSet[int]], None]
-"""Callback that takes the ids of the weights whose gradients remain to be computed."""
+"""Callback that takes the ids of the weights whose gradients have yet to be computed."""
 
 # Megatron's buffer for gathered inputs, and a second buffer, so that a gather can write to one
 # while a GEMM reads from the other.
@@ -70,10 +70,10 @@ _BUFFERS = ("mpu", "megatron_ext.mpu")
 _EMBEDDING = "megatron_ext_is_embedding"
 _HAS_HOOK = "a hook reads it"
 _HAS_OTHER_USE = (
-    "code other than its layer uses the weight too (in this micro-batch, a sum of three or more "
+    "the weight is also used outside its layer (in this micro-batch, a sum of three or more "
     "gradients may round differently)"
 )
-_OTHER_RANK = "another tensor-parallel rank must"
+_OTHER_RANK = "another tensor-parallel rank has to compute it in I"
 
 
 class SplitBackward:
@@ -83,10 +83,10 @@ class SplitBackward:
         # A plain attribute: autograd runs CUDA backward passes in a separate thread, which does not
         # share thread-locals or context variables with the caller.
         self._key: _Key | None = None
-        # Key -> id of a layer's first weight -> gradients. Both stay in recording order, which
-        # determines the last bits of the results.
+        # Key -> id of a layer's first weight -> gradients. Both are kept in recording
+        # order, because the order affects the low-order bits of the results.
         self._waiting: dict[_Key, dict[int, list[WeightGradient]]] = {}
-        # Id of a layer's first weight -> stream in which the layer runs its backward pass.
+        # Id of a layer's first weight -> stream that runs the layer's backward pass.
         self._streams: dict[int, Any] = {}
         self._prepared: list[_Prepared] = []
         # Stage -> its chunk.
@@ -95,13 +95,13 @@ class SplitBackward:
         self._shared: dict[int, str] = {}
         # Ids of weights whose gradients no rank in the tensor-parallel group defers in this step.
         self._agreed: set[int] = set()
-        # Reason that has not been logged yet -> weights; and ids of the weights that were logged.
+        # Reason not yet logged -> weights; and the ids of the weights already logged.
         self._unlogged: dict[str, list[torch.Tensor]] = {}
         self._named: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         self._progress: Progress | None = None
         self.before_whole: Callable[[torch.Tensor], None] | None = None
-        """Called in a backward pass that will compute a weight's gradient as a whole."""
+        """Called in a backward pass that is about to compute a weight's gradient as a whole."""
         self.has_deferred = False
         """Whether any layer in this process has deferred a weight gradient to W."""
         self.is_in_use = False
@@ -109,7 +109,7 @@ class SplitBackward:
 
     @property
     def is_deferring(self) -> bool:
-        """Whether the backward pass now running is the executor's I."""
+        """Whether the running backward pass is the executor's I."""
         return self._key is not None
 
     @property
@@ -123,7 +123,7 @@ class SplitBackward:
         return any(chunk.postponing.layers for chunk in self._chunks.values())
 
     def close(self) -> None:
-        """Remove the hooks from the weights, and forget the chunks."""
+        """Remove the hooks from the weights and forget the chunks."""
         # Python cannot collect a reference cycle that passes through a weight's hook, because
         # autograd holds the hook. Unless the hooks are removed, the model and its process groups
         # stay in memory.
@@ -139,10 +139,10 @@ class SplitBackward:
     ) -> None:
         """Register a stage's model chunk: its embeddings and its Transformer Engine layers.
 
-        Call it before each step; it returns at once for chunks that are already registered. Without
-        this call, Transformer Engine layers that are built to defer their weight gradients would
-        never compute them. If no backward pass is split, Megatron controls these layers, as with
-        `overlap_dispatch_backward_with_experts_wgrad`.
+        Call this before every step; it returns immediately if the chunk is already registered.
+        Without this call, Transformer Engine layers that were built to defer their weight gradients
+        would never compute them. If no backward pass is split, Megatron controls these layers, as
+        with `overlap_dispatch_backward_with_experts_wgrad`.
         """
         self.is_in_use = self.is_in_use or splits
         registered = self._chunks.get(stage)
@@ -161,10 +161,11 @@ class SplitBackward:
     def agree_on_whole_gradients(
         self, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Don't defer a weight's gradient if at least one tensor-parallel rank cannot defer it.
+        """Do not defer a weight's gradient if any tensor-parallel rank cannot defer it.
 
         Collective over the group, before a training step with sequence parallelism. The ranks must
-        agree, because a layer gathers its input in W if the gradient is deferred, otherwise in I.
+        agree, because a layer gathers its input in W if the gradient is deferred, and in I
+        otherwise.
         """
         weights: list[torch.nn.Parameter] = []
         for chunk in self._chunks.values():
@@ -201,7 +202,7 @@ class SplitBackward:
     def may_wait(self, weight: torch.nn.Parameter, *, gathers: bool = False) -> bool:
         """Return whether a weight's gradient may wait for W; called from a layer within I.
 
-        If it may not wait, this method accumulates the weight's earlier gradients now, to keep
+        If it may not wait, this method accumulates the weight's earlier gradients now to preserve
         their order.
 
         Args:
@@ -224,18 +225,18 @@ class SplitBackward:
     def _agreed_reason(
         self, weight: torch.nn.Parameter, reason: str | None
     ) -> str | None:
-        """Return why no tensor-parallel rank defers a weight's gradient, or None if all defer it.
+        """Return why no tensor-parallel rank defers a weight's gradient, or None if all of them do.
 
-        `reason` is this rank's current reason. Other ranks may not have the same reason, because
-        hooks may differ between ranks, and a rank detects another use in the middle of a step.
+        `reason` is this rank's current reason. Other ranks may have a different one, because hooks
+        may differ between ranks and a rank may detect another use in the middle of a step.
         """
         if id(weight) in self._agreed:
             return reason or _OTHER_RANK
         if reason == _HAS_HOOK:
             raise ScheduleError(
-                f"{self._name(weight)} got a hook during a step, but with --sequence-parallel, "
-                "tensor-parallel ranks must agree on the hooks when the step starts; register it "
-                "between steps"
+                f"{self._name(weight)} got a new hook during a step, but --sequence-parallel "
+                "requires tensor-parallel ranks to agree on the hooks when a step starts; register "
+                "it between steps"
             )
         if reason == _HAS_OTHER_USE:
             return None
@@ -274,7 +275,7 @@ class SplitBackward:
             stage: The stage.
             microbatch: The micro-batch.
             in_current_stream: Whether to compute in the current stream, so that the streams of the
-                layers' backward passes do not wait for W. The caller keeps the operands' memory
+                layers' backward passes do not wait for W. The caller must keep the operands' memory
                 alive until W is complete.
         """
         waiting = self._waiting.pop((stage, microbatch), {})
@@ -283,7 +284,7 @@ class SplitBackward:
     def run_next(self, stage: int, microbatch: int) -> bool:
         """Run W for a single layer, and return whether other layers remain.
 
-        Don't call it for layers whose gradients need a collective.
+        Do not call this for layers whose gradients need a collective.
         """
         waiting = self._waiting.get((stage, microbatch), {})
         if waiting:
@@ -295,7 +296,7 @@ class SplitBackward:
         return False
 
     def gradients(self, stage: int, microbatch: int) -> list[WeightGradient]:
-        """Return the gradients of a micro-batch that wait for W."""
+        """Return a micro-batch's gradients that are waiting for W."""
         return list(
             chain.from_iterable(self._waiting.get((stage, microbatch), {}).values())
         )
@@ -370,7 +371,7 @@ class SplitBackward:
                 return _HAS_HOOK
         if weight._post_accumulate_grad_hooks:
             return _HAS_HOOK
-        # With Megatron's FSDP, gradients have no separate memory.
+        # With Megatron's FSDP, gradients do not have separate memory.
         if hasattr(weight, _EMBEDDING) or hasattr(weight, "__fsdp_param__"):
             return ""
         return self._shared.get(id(weight))
@@ -390,7 +391,7 @@ class SplitBackward:
         return may_wait
 
     def _watch(self, weight: torch.nn.Parameter, layer_id: int) -> None:
-        """Hook a weight: pass the gradient that autograd is about to accumulate to `_arrived`.
+        """Hook a weight, so that `_arrived` gets the gradient that autograd is about to accumulate.
 
         `layer_id` is the key of the layer's gradients in `_waiting`.
         """
@@ -405,7 +406,7 @@ class SplitBackward:
     ) -> torch.Tensor | None:
         """Handle a weight's gradient, as summed by autograd; the gradient may be None.
 
-        Return the gradient that autograd should accumulate instead; None changes nothing.
+        Return the gradient that autograd should accumulate instead; None leaves it unchanged.
         """
         if self._key is None:
             return None
@@ -437,8 +438,8 @@ class SplitBackward:
 
     def _restore(self) -> None:
         """Undo `_prepare_for_ddp`."""
-        # If the flag stayed set, DDP's hooks would drop gradients in backward passes that are not
-        # split.
+        # If the flag remained set, DDP's hooks would drop gradients in backward passes
+        # that are not split.
         for weight, gradient, has_flag in reversed(self._prepared):
             weight.grad = gradient
             if has_flag:
@@ -478,7 +479,7 @@ class SplitBackward:
             self._unlogged.setdefault(reason, []).append(weight)
 
     def _log(self) -> None:
-        """Log the recorded weights on one of the replicas."""
+        """Log the recorded weights on one replica."""
         if _is_first_replica():
             for reason, weights in self._unlogged.items():
                 names = ", ".join(self._name(weight) for weight in weights)

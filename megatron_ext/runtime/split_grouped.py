@@ -1,4 +1,4 @@
-"""Grouped experts in Megatron 0.16: defers the weight gradient of grouped_gemm to W."""
+"""Defers grouped_gemm's weight gradient to W, for grouped experts in Megatron 0.16."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _GroupedProduct(torch.autograd.Function):
                     grad_output, experts.detach(), batch_sizes, trans_b=not trans_b
                 )
         elif tokens.requires_grad:
-            # Keep the graph, for a backward pass that retains it.
+            # Keep the graph, in case the backward pass retains it.
             grad_tokens, grad_experts = torch.autograd.grad(
                 product, (tokens, experts), grad_output, retain_graph=True
             )
@@ -104,11 +104,11 @@ def grouped_product(
 ) -> torch.Tensor:
     """Multiply each expert's tokens by its weights; I defers the weight gradient to W.
 
-    `tokens` are `[tokens, in]`, sorted by expert, and `experts` is a view of the parameter.
+    `tokens` is `[tokens, in]`, sorted by expert, and `experts` is a view of the parameter.
     """
-    # Builds of grouped_gemm differ, so call nothing but the library's `ops.gmm`. `gmm`'s own
-    # backward pass computes all gradients, except for the token gradient in I, which is computed by
-    # another call of `gmm`.
+    # Builds of grouped_gemm differ, so only call the library's `ops.gmm`. `gmm`'s own
+    # backward pass computes all gradients except the token gradient in I, which is
+    # computed by another call to `gmm`.
     weight = experts._base
     if weight is None or not experts.requires_grad or not torch.is_grad_enabled():
         return gmm(tokens, experts, batch_sizes, trans_b=trans_b)

@@ -1,7 +1,7 @@
 """Runs the backward pass of Column- and RowParallelLinear without the weight-gradient GEMM.
 
-Megatron's autograd function runs unmodified, forward and backward. In the executor's I, the
-function is given a context that makes it skip the weight gradient.
+Megatron's autograd function runs unmodified, both forward and backward. In the executor's I, it
+gets a context that makes it skip the weight gradient.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from megatron_ext.runtime.weight_gradients import (
 if TYPE_CHECKING:
     from megatron_ext.runtime.split import SplitBackward
 
-# Positions among the tensor inputs of Megatron's function: input, weight, bias. The results of its
-# backward pass have the same positions, followed by None for the other inputs.
+# Positions in the tensor inputs of Megatron's function: input, weight, bias. Its
+# backward pass returns its results in the same positions, followed by None for the
+# remaining inputs.
 _WEIGHT, _BIAS = 1, 2
 
 
@@ -44,13 +45,13 @@ def linear_backward(
         grad_output: Output gradient, `[s, b, out]`.
 
     Returns:
-        The gradients of all inputs, as from `backward`; None for a weight whose gradient is
+        The gradients of all inputs, as returned by `backward`; None for a weight whose gradient is
         deferred.
     """
     accumulator = ctx.next_functions[_WEIGHT][0]
-    # Don't read the saved tensor: hooks on saved tensors return copies, and torch's checkpoint
-    # allows each saved tensor to be unpacked only once. If the node has no `variable`, the weight
-    # is not a leaf.
+    # Do not read the saved tensor: hooks on saved tensors return copies, and torch's
+    # checkpoint allows each saved tensor to be unpacked only once. If the node has no
+    # `variable`, the weight is not a leaf.
     weight = getattr(accumulator, "variable", None)
     if not (
         isinstance(weight, torch.nn.Parameter)
@@ -73,14 +74,15 @@ class _ContextWithoutWeight:
     """A context that makes a layer's backward pass compute only the input gradient.
 
     If `grad_output_buffer` is a list, upstream's backward pass appends the output gradient to it
-    and skips the weight gradient. Upstream uses this to defer the weight gradient of the output
-    layer to the end of the step. This object also acts as that list.
+    and skips the weight gradient. Upstream uses this to defer the output layer's weight gradient to
+    the end of the step. This object also acts as that list.
     """
 
-    # Otherwise upstream always computes the product.
+    # Otherwise, upstream always computes the product.
     gradient_accumulation_fusion = True
     wgrad_deferral_limit = 0  # the list may have any length
-    # Upstream would sum over s and b separately, which changes the last bits of the result.
+    # Upstream would sum over s and b separately, which changes the low-order bits of
+    # the result.
     use_bias = False
 
     def __init__(self, ctx: Any, weight: torch.nn.Parameter) -> None:
@@ -98,15 +100,15 @@ class _ContextWithoutWeight:
 
     @property
     def grad_output_buffer(self) -> _ContextWithoutWeight:
-        """The list to which upstream appends."""
+        """The list that upstream appends to."""
         # This is a property because an attribute would create a reference cycle that keeps the
         # operands alive after W.
         return self
 
     def append(self, grad_output: torch.Tensor) -> None:
         """Store the output gradient; upstream calls this instead of computing the product."""
-        # Create the gradient here, where upstream has entered the autocast context of the layer's
-        # forward pass.
+        # Create the gradient here, because upstream has entered the autocast context of
+        # the layer's forward pass.
         self.gradient = LinearGradient(
             self._weight, self._input, grad_output, self._ctx
         )

@@ -1,9 +1,9 @@
-"""Transformer Engine's layers, which do their own queueing of the operands for weight gradients.
+"""Transformer Engine's layers, which queue the operands of their weight gradients themselves.
 
 A layer built with `delay_wgrad_compute` (`patches/split_backward.py`) queues the operands, and
-`backward_dw` computes the oldest entry. This module is based on the sources of Transformer Engine
-2.3 and later. It is tested with fake layers and, on the CPU, with the layers of Transformer Engine
-2.20, but not with Transformer Engine's kernels, which need a GPU.
+`backward_dw` computes the oldest entry. This module is based on the source code of Transformer
+Engine 2.3 and later and is tested with fake layers and, on the CPU, with Transformer Engine 2.20's
+layers, but not with its kernels, which need a GPU.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def overwrites_first(module: torch.nn.Module) -> bool:
 
 
 class PostponingLayers:
-    """The layers on a stage that defer their weight gradients themselves.
+    """A stage's layers that defer their weight gradients themselves.
 
-    Once constructed, the layers in the stage's chunk defer only inside this object's context, and
-    pass queue entries (layer, operands, product) to `put`. Without `put`, they are unchanged.
-    `may_wait` takes a layer's weights, and is called each time the context is entered.
+    Once this object exists, the layers in the stage's chunk defer only inside its context and pass
+    queue entries (layer, operands, product) to `put`. If `put` is None, the layers are unchanged.
+    `may_wait` takes a layer's weights and is called each time the context is entered.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PostponingLayers:
 
 
 class TeGradients(WeightGradient):
-    """A layer's queue entries for a micro-batch, one for each use of each weight."""
+    """A layer's queue entries for a micro-batch, one per use of each weight."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -106,8 +106,8 @@ class TeGradients(WeightGradient):
         return totals
 
 
-# Layer settings (from --tp-comm-overlap) with which operands may be in a buffer that the next
-# layer's backward pass overwrites.
+# Layer settings (from --tp-comm-overlap). If any of them is on, an operand may be in a
+# buffer that the next layer's backward pass overwrites.
 _GATHERS_IN_USER_BUFFERS = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
 
 
@@ -125,10 +125,10 @@ def _copied(operand: Any) -> Any:
 def _into_new_memory(
     gradients: list[Any], product: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Make the product of a grouped layer allocate its gradients only when it runs.
+    """Make a grouped layer's product allocate its gradients only when it runs.
 
-    Without gradient accumulation fusion, the layer queues uninitialised memory. The layer passes
-    the same list to autograd, which would accumulate the uninitialised values.
+    Without gradient accumulation fusion, the layer queues uninitialised memory and passes the same
+    list to autograd, which would accumulate the uninitialised values.
     """
     empty = partial(
         torch.empty, (len(gradients), *gradients[0].shape),
@@ -137,7 +137,7 @@ def _into_new_memory(
     gradients[:] = [None] * len(gradients)
 
     def run(inputs: Any, grad_outputs: Any, _: Any) -> Any:
-        gradients[:] = empty()  # one for each expert; `backward_dw` reads the list
+        gradients[:] = empty()  # one per expert; `backward_dw` reads the list
         return product(inputs, grad_outputs, gradients)
 
     return run
@@ -155,9 +155,9 @@ def _matrices(layer: Any) -> list[Any]:
 
 def _can_postpone(layer: Any) -> bool:
     """Return whether a layer's `backward_dw` sets only the gradients of the layer's weights."""
-    # If the layer joins several weights into a copy, `backward_dw` would set the gradient of the
-    # copy. If the experts' weights form one parameter, autograd would get the gradient before W has
-    # filled it.
+    # If the layer joins several weights into a copy, `backward_dw` would set the copy's
+    # gradient. If the experts' weights form a single parameter, autograd would get the
+    # gradient before W has filled it.
     has_parts = len(getattr(layer, "weight_names", ())) > 1 and not hasattr(
         layer, "num_gemms"
     )
@@ -176,10 +176,10 @@ def _can_postpone(layer: Any) -> bool:
 
 @contextmanager
 def _computing(layer: Any) -> Iterator[None]:
-    """Make `backward_dw` set the gradients of weights but not of biases."""
-    # `backward_dw` sets a gradient for every bias whose `grad` is None, as it is after DDP's hooks.
-    # That would fail: autograd has computed these gradients in I, and the layer does not have
-    # access to them.
+    """Make `backward_dw` set the gradients of weights but not those of biases."""
+    # `backward_dw` sets a gradient for every bias whose `grad` is None, as is the case
+    # after DDP's hooks. That would fail: autograd has already computed these gradients
+    # in I, and the layer cannot access them.
     named = layer.named_parameters(recurse=False)
     biases = [bias for name, bias in named if "bias" in name and bias.grad is None]
     for bias in biases:

@@ -1,9 +1,9 @@
-"""Decides when to start gradient reductions and parameter gathers over data-parallel ranks.
+"""Decides when to start data-parallel gradient reductions and parameter gathers.
 
-Megatron's DDP performs both. Reductions start in the order in which the table completes chunks;
+Megatron's DDP performs both. Reductions start in the order in which the table completes the chunks;
 gathers start in stage order.
 
-Without `--overlap-grad-reduce`, `finalize_model_grads` starts all reductions instead.
+If `--overlap-grad-reduce` is not set, `finalize_model_grads` starts all reductions instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNCHANGED = nullcontext()
 
 
 class Sync:
-    """Starts neither reductions nor gathers; used in evaluations and on ranks without gradients."""
+    """Starts no reductions or gathers; used for evaluations and on ranks without gradients."""
 
     def __enter__(self) -> Sync:
         return self
@@ -34,20 +34,20 @@ class Sync:
         """Do nothing."""
 
     def before(self, stage: int) -> None:
-        """Called directly before a stage's first action runs."""
+        """Called right before a stage's first action runs."""
 
     def around_last(self, action: Action) -> AbstractContextManager[None]:
         """Return the context for a stage's last action, which completes its gradients."""
         return _UNCHANGED
 
     def after(self, stage: int) -> None:
-        """Called when all actions of a stage have run."""
+        """Called once all of a stage's actions have run."""
 
 
 class TrainingSync(Sync):
-    """Starts the reductions of a step, and its parameter gathers one chunk ahead of their use.
+    """Starts a step's reductions, and gathers parameters one chunk before they are used.
 
-    It is also a context manager that disables DDP's hooks, except where `around_last` enables them.
+    Also a context manager that keeps DDP's hooks disabled, except where `around_last` enables them.
     """
 
     def __init__(
@@ -63,37 +63,40 @@ class TrainingSync(Sync):
         self._splits = splits
         self._placement = table.schedule.placement
         self._by_hooks = not table.split_backwards
-        # This rank's stages, in the order in which they are reduced; the reductions of the first
-        # `_started` stages have been started. Use the table's order even if this rank runs its
-        # actions in a dynamic order, because peers must start the same collectives in the same
-        # order.
+        # This rank's stages in reduction order; the first `_started` of these
+        # reductions have been started. Use the table's order even if this rank runs its
+        # actions in a dynamic order, because peers must start the same collectives in
+        # the same order.
         self._order = table.reduction_order
         self._started = 0
         self._complete: set[int] = set()
-        # The chunks in the order of their first use, which is the same in all schedules and
+        # The chunks in order of first use, which is the same in every schedule and
         # therefore on all peers.
         self._uses = [
             self._placement.chunk_of(stage) for stage in sorted(table.actions_by_stage)
         ]
         self._gathered = 0
         self._gathers = _by_chunk(config.param_sync_func, len(chunks))
-        # Chunk -> bucket groups whose reduction has not started; the next one to start comes last.
+        # Chunk -> bucket groups whose reduction has not started, with the next one to
+        # start at the end.
         self._buckets: dict[int, list[_BucketGroup]] = {}
         self._force_all_reduce = force_all_reduce
         self._functions = _by_chunk(config.grad_sync_func, len(chunks))
         silences = _by_chunk(config.no_sync_func, 1)
         reducing: list[Any] = [chunk for chunk in chunks if _overlaps(chunk)]
         if silences is None:
-            # In Megatron's own schedules, enabled hooks count backward passes over the whole step.
-            # Here they would also count an I, after which the weight gradients do not exist yet.
+            # In Megatron's own schedules, enabled hooks count backward passes over the
+            # whole step. Here, they would also count an I, after which the weight
+            # gradients do not exist yet.
             silences = [
                 chunk.no_sync for chunk in reducing if hasattr(chunk, "ddp_config")
             ]
-        # A program may set these functions even if its DDP does not overlap reductions. Then start
-        # no reductions here: they would run twice, because `finalize_model_grads` starts them too.
+        # A program may set these functions even if its DDP does not overlap reductions.
+        # In that case, do not start reductions here: `finalize_model_grads` starts them
+        # too, so they would run twice.
         self._overlaps = bool(silences and reducing)
-        # Contexts that disable DDP's hooks, for each chunk or for all chunks, each with the stack
-        # that holds the context once it has been entered.
+        # Contexts that disable DDP's hooks, one per chunk or one for all chunks, each
+        # with the stack that holds it once it has been entered.
         self._silences = [(ExitStack(), silence) for silence in silences]
 
     def __enter__(self) -> TrainingSync:
@@ -108,7 +111,7 @@ class TrainingSync(Sync):
             stack.close()
 
     def before(self, stage: int) -> None:
-        """At a stage's first use, start gathering the next chunk; the first call gathers two."""
+        """Start gathering the next chunk at a stage's first use; the first call gathers two."""
         if self._gathers is None:
             return
         # Gather one chunk ahead, so that the gather overlaps the previous chunk's forward pass.
@@ -122,9 +125,9 @@ class TrainingSync(Sync):
         stage = action.stage
         if action.kind == "B" and self._hooks_reduce(stage):
             return self._reducing(action)
-        # No other rank waits for a W, so reductions may slow it down: start each one as soon as the
-        # weights of its bucket are done. DDP's hooks would fire at I, before the weight gradients
-        # exist.
+        # No other rank waits for a W, so reductions may slow it down: start each one as
+        # soon as its bucket's weights are done. DDP's hooks would fire in I, before the
+        # weight gradients exist.
         is_its_turn = self._order[self._started] == stage
         if (
             action.kind == "W"
@@ -142,18 +145,18 @@ class TrainingSync(Sync):
         # their chunks in different orders, because each twin waits for the other's micro-batches.
         if not self._by_hooks or not self._overlaps or self._placement.twins == 2:
             return False
-        # `--align-grad-reduce`, Megatron's default, sets functions that keep reductions from
-        # slowing down a B that another rank waits for: a chunk is reduced as a whole after its last
-        # B. No rank waits for the last B of stage 0, so there the hooks reduce bucket by bucket, as
-        # in upstream's 1F1B. Without these functions, the hooks may reduce bucket by bucket on
-        # every stage: all peers use the same order anyway, because the last B of a stage needs the
-        # last B of the next stage.
+        # `--align-grad-reduce`, Megatron's default, sets functions that keep reductions
+        # from slowing down a B that another rank waits for: a chunk is reduced as a
+        # whole after its last B. No rank waits for stage 0's last B, so there the hooks
+        # reduce bucket by bucket, as in upstream's 1F1B. If these functions are not
+        # set, the hooks may reduce bucket by bucket on every stage: all peers use the
+        # same order anyway, because a stage's last B needs the next stage's last B.
         return self._functions is None or (
             stage == 0 and self._uses_ddp_reduction(stage)
         )
 
     def _uses_ddp_reduction(self, stage: int) -> bool:
-        """Return whether DDP itself reduces a stage, instead of a custom `grad_sync_func`."""
+        """Return whether DDP itself, rather than a custom `grad_sync_func`, reduces a stage."""
         number = self._placement.chunk_of(stage)
         if self._functions is None:
             return True
@@ -175,8 +178,8 @@ class TrainingSync(Sync):
     def after(self, stage: int) -> None:
         """Mark a stage complete; start all reductions that are due, in table order."""
         self._complete.add(stage)
-        # A chunk that completes early waits for its turn, because peers may complete another chunk
-        # before it.
+        # A chunk that completes early waits for its turn, because peers may complete a
+        # different chunk first.
         while (
             self._started < len(self._order)
             and self._order[self._started] in self._complete
@@ -193,12 +196,13 @@ class TrainingSync(Sync):
 
     def _reduce(self, number: int, remaining: AbstractSet[int]) -> None:
         """Start a chunk's next reductions, up to the first bucket group with a pending weight."""
-        # `chunk.start_grad_sync` cannot be used: it can neither force an all-reduce nor reduce only
-        # some of the buckets.
+        # `chunk.start_grad_sync` does not work here: it cannot force an all-reduce or
+        # reduce only some of the buckets.
         if number not in self._buckets:
-            # Use the reverse order of the parameters, because backward passes complete their
-            # gradients in that order. The actual order of completion may differ between peers:
-            # experts, which have a separate reduction group, may receive no tokens on some ranks.
+            # Go through the parameters in reverse, because backward passes complete
+            # their gradients in that order. The actual completion order may differ
+            # between peers: experts, which have a separate reduction group, may receive
+            # no tokens on some ranks.
             chunk: Any = self._chunks[number]
             place: dict[int, int] = {}
             for index, parameter in enumerate(chunk.parameters()):
@@ -213,15 +217,15 @@ class TrainingSync(Sync):
         while waiting and waiting[-1].weights.isdisjoint(remaining):
             group = waiting.pop().group
             group.start_grad_sync(force_all_reduce=self._force_all_reduce)
-            # At the end of a step, Megatron reduces buckets that no hook has counted so far, unless
-            # a reduction handle is set for them. With several optimizer instances the handle is
-            # None, so mark the bucket as counted.
+            # At the end of a step, Megatron reduces buckets that no hook has counted so
+            # far, unless a reduction handle is set for them. With several optimizer
+            # instances, the handle is None, so mark the bucket as counted.
             if group.grad_reduce_handle is None:
                 group.is_first_batch = False
 
 
 class _BucketGroup(NamedTuple):
-    """A DDP bucket group, which is reduced by a single call."""
+    """A DDP bucket group, reduced in a single call."""
 
     group: Any
     weights: frozenset[int]

@@ -1,4 +1,4 @@
-"""Keeps the operands of weight gradients that wait for W, and accumulates the products."""
+"""Keeps the operands of deferred weight gradients until W and accumulates the products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class WeightGradient(ABC):
     """The deferred gradients of a layer's weights; most layers have only one weight.
 
     Except with Transformer Engine, the operands stay alive as long as this object does, because W
-    may run in a different stream from the one that owns their memory
+    may run in a stream other than the one that owns their memory
     (`features/pairs/waiting_weights.py`).
     """
 
@@ -48,22 +48,22 @@ class ArrivedGradient(WeightGradient):
 
 
 class Unchanged:
-    """Checks that kept operands were not modified in place."""
+    """Checks that stored operands were not modified in place."""
 
     def __init__(self, *operands: torch.Tensor) -> None:
         self._versions = [operand._version for operand in operands]
 
     def check(self, *operands: torch.Tensor) -> None:
-        """Check that these operands have not changed since the constructor.
+        """Check that these operands have not changed since this object was created.
 
         Raises:
             RuntimeError: An operand was modified.
         """
         if [operand._version for operand in operands] != self._versions:
             raise RuntimeError(
-                "an operand of a weight gradient was modified in place between the backward pass "
-                "of its layer and W; leave the operand unchanged, or use a schedule that does not "
-                "split backward passes, such as 1f1b"
+                "an operand of a weight gradient was modified in place between its layer's "
+                "backward pass and W; do not modify it, or use a schedule that does not split "
+                "backward passes, such as 1f1b"
             )
 
 
@@ -82,7 +82,7 @@ def will_accumulate(accumulator: torch.autograd.graph.Node) -> bool:
 
 
 def accumulates(weight: torch.Tensor) -> bool:
-    """Return whether the running backward pass will add to the gradient of a weight, a leaf."""
+    """Return whether the running backward pass will add to the gradient of a leaf weight."""
     # Autograd drops the gradient of a weight that was frozen after its forward pass.
     if not weight.requires_grad:
         return False
@@ -90,7 +90,7 @@ def accumulates(weight: torch.Tensor) -> bool:
 
 
 def stream_of_backward(weight: torch.Tensor) -> Any:
-    """Return the current stream, in which the weight's layer runs backward; None on a CPU."""
+    """Return the current stream, which runs the layer's backward pass; None on a CPU."""
     if weight.device.type == "cpu":
         return None
     return torch.get_device_module(weight.device).current_stream(weight.device)
@@ -99,9 +99,10 @@ def stream_of_backward(weight: torch.Tensor) -> Any:
 @contextmanager
 def in_stream(stream: Any) -> Iterator[None]:
     """Run in a stream, after the current stream's earlier work and before its later work."""
-    # With --moe-shared-expert-overlap, Megatron's shared experts run in a separate stream, which
-    # owns their operands. If a W in another stream freed them, the next kernel in the experts'
-    # stream could overwrite their memory while W still reads it.
+    # With --moe-shared-expert-overlap, Megatron's shared experts run in a separate
+    # stream, which owns their operands. If a W in another stream freed them, the next
+    # kernel in the experts' stream could overwrite their memory while W was still
+    # reading it.
     if stream is None:
         yield
         return
@@ -124,9 +125,9 @@ def accumulate(products: list[WeightGradient], fetch: Callable[[], None]) -> Non
     computed, `fetch` starts gathering the operands for a later one. `products` is empty afterwards.
     """
     weights = products[0].weights
-    # Sum unfused gradients first, in the order in which they were recorded, and add the sum once.
-    # Autograd does the same if a weight is used several times in one backward pass, so the results
-    # are bitwise equal.
+    # Sum unfused gradients first, in recording order, and add the sum once. Autograd
+    # does the same if a weight is used several times in one backward pass, so the
+    # results are bitwise identical.
     totals: list[torch.Tensor | None] = [None for _ in weights]
     products.reverse()
     while products:

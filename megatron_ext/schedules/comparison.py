@@ -1,4 +1,4 @@
-"""Compares simulated schedules: their tables, figures, and the flags for training with them."""
+"""Compares simulated schedules and returns their tables, figures and training flags."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Choice(NamedTuple):
 
     name: str
     options: Mapping[str, Any]
-    """Options for the generator, and `chunks` if the user may choose the number of chunks."""
+    """The generator's options, including `chunks` if the user may choose the number of chunks."""
 
 
 def evaluate(schedule: Schedule, costs: Costs) -> Timeline:
     """Check and simulate a schedule.
 
     Raises:
-        ScheduleError: The table is wrong.
+        ScheduleError: The table is invalid.
     """
     check_actions(schedule)
     return simulate(schedule, costs)
@@ -50,22 +50,22 @@ def compare(
     pairs: bool = False,
     slices: int = 1,
 ) -> tuple[list[Timeline], list[str]]:
-    """Simulate one schedule, or with `all` every schedule that the sizes allow.
+    """Simulate a schedule or, if `name` is `all`, every schedule that the sizes allow.
 
     Args:
         name: A registered schedule, `csv:FILE`, or `all`.
         pp: Number of ranks in the pipeline world.
-        num_microbatches: Number of micro-batches that these ranks run in one step.
+        num_microbatches: Number of micro-batches that these ranks run per step.
         costs: Durations of actions and latencies of links.
-        chunks: Number of stages on each rank; with `all`, only for schedules that let the user
-        choose it.
+        chunks: Number of stages per rank. With `all`, this applies only to schedules that let the
+            user choose it.
         options: Additional options, keyed by schedule name.
         pairs: Whether forward and backward passes run as pairs.
         slices: Number of slices per micro-batch.
 
     Returns:
-        The simulations, starting with the shortest step; with `all`, also the reasons why other
-        schedules were left out.
+        The simulations, shortest step first, and with `all` the reasons why other schedules were
+        left out.
 
     Raises:
         ScheduleError: The schedule, or with `all` every schedule, is impossible for these sizes.
@@ -95,7 +95,7 @@ def compare(
             "no schedule can run with these sizes:\n" + "\n".join(left_out)
         )
     timelines = [evaluate(schedule, costs) for schedule in schedules]
-    # Among equally fast schedules, the one that needs less memory comes first.
+    # If two schedules are equally fast, the one that needs less memory comes first.
     timelines.sort(key=lambda timeline: (timeline.makespan, timeline.peak_activations))
     return timelines, left_out
 
@@ -103,7 +103,7 @@ def compare(
 def _choices(
     chunks: int | None, user_options: Mapping[str, Mapping[str, Option]]
 ) -> list[Choice]:
-    """Return the variants of all schedules. The user's options override those of the variants."""
+    """Return the variants of all schedules. The user's options override the variants' options."""
     choices: list[Choice] = []
     for generator in registered().values():
         fixed = dict(user_options.get(generator.name, {}))
@@ -111,7 +111,8 @@ def _choices(
             fixed["chunks"] = chunks
         for variant in generator.variants:
             choice = Choice(generator.name, {**variant, **fixed})
-            # Variants that differed only in an option fixed by the user are now identical.
+            # Variants that differed only in an option that the user fixed are now
+            # identical.
             if choice not in choices:
                 choices.append(choice)
     return choices
@@ -126,7 +127,7 @@ def possible_tables(
     pairs: bool = False,
     slices: int = 1,
 ) -> tuple[list[Schedule], list[str]]:
-    """Return the tables that these sizes allow, and the distinct reasons why others fail."""
+    """Return the tables that these sizes allow and the distinct reasons why others fail."""
     schedules: list[Schedule] = []
     reasons: list[str] = []
     for choice in choices:
@@ -140,7 +141,7 @@ def possible_tables(
                 **choice.options,
             )
         except ScheduleError as error:  # noqa: PERF203 - bad sizes raise
-            # A schedule's variants usually fail for the same reason.
+            # A schedule's variants usually all fail for the same reason.
             if str(error) not in reasons:
                 reasons.append(str(error))
         else:
@@ -149,9 +150,9 @@ def possible_tables(
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
-    """Return a simulation's figures under the same keys as in the output of `plan --json`.
+    """Return a simulation's figures under the keys that `plan --json` prints.
 
-    Times are in the same unit as the costs, and activations in Ma (`table/memory.py`).
+    Times are in the unit of the costs, and activations are in Ma (`table/memory.py`).
     """
     schedule = timeline.schedule
     numbers: dict[str, Any] = {
@@ -179,7 +180,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | int:
-    """Round off summation errors, and return an integer if the result is a whole number."""
+    """Round off summation errors and return an integer if the result is a whole number."""
     rounded = round(value, 9)
     if rounded == int(rounded):
         return int(rounded)
@@ -188,7 +189,7 @@ def _number(value: float) -> float | int:
 
 def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
     """Return the flags for training with this schedule and these costs."""
-    # A disaggregated job has a forward and a backward rank for each of Megatron's pipeline ranks.
+    # A disaggregated job has a forward and a backward rank per Megatron pipeline rank.
     size = schedule.num_stages if schedule.disaggregated else schedule.pp
     flags = [f"--pipeline-model-parallel-size {size}"]
     by_name = f"--pipeline-schedule {schedule.name}"
@@ -198,15 +199,15 @@ def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
         generator = get(schedule.name)
         chunks = schedule.num_stages // schedule.placement.num_ranks
         flags.append((generator.flags or by_name).format(chunks=chunks))
-        # Options that have their default value do not need a flag.
+        # Options with default values need no flag.
         for key, values in generator.options.items():
             value = schedule.options.get(key, values[0])
             if value != values[0]:
                 flags.append(f"{generator.flag(key)} {value}")
     if schedule.num_slices > 1:
         flags.append(f"--pipeline-slices {schedule.num_slices}")
-    # The text form of costs omits the shares of attention and all-to-all, which only simulations
-    # use.
+    # The text form of costs omits the attention and all-to-all shares, which only
+    # simulations use.
     if str(costs) != str(UNIT):
         flags.append(f"--pipeline-costs {costs}")
     if schedule.pairs:

@@ -1,1 +1,1 @@
-"""Commands for use around training: launch, trace, doctor. No other code imports them."""
+"""Commands used around training: launch, trace, doctor. No other code imports them."""

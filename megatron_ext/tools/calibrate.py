@@ -1,10 +1,10 @@
-"""Corrects the planner's costs using measurements of single layers, or a trace.
+"""Corrects the planner's costs with measurements of individual layers or with a trace.
 
-`plan --calibrate` needs one device and takes minutes. Megatron builds each type of layer in the
-model with random weights, alone and together with the embedding or the loss, and this module times
-the passes. To time the input gradient alone, the weights are set to require no gradient. The rest
-of the whole backward pass is the time for the weight gradient. `plan --trace-dir` takes the times
-from a traced run.
+`plan --calibrate` needs one device and takes a few minutes. Megatron builds each type of layer in
+the model with random weights, both on its own and together with the embedding or the loss, and this
+module times the passes. To time the input gradient separately, the weights are set not to require
+gradients. The rest of the full backward pass is attributed to the weight gradient.
+`plan --trace-dir` uses the times from a traced run instead.
 """
 
 # ruff: noqa: T201 - commands report on stdout and stderr
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
 
 _MOST_EXPERTS = 8
-"""Largest number of experts to build on one device. More experts would only need more memory,
+"""Maximum number of experts to build on one device. More experts would only use more memory,
 because the number of tokens per expert would not change."""
 _LEAST_REPEATS, _ENOUGH_S = 5, 3.0
 _GIVES = ("calibrate", "model", "size", "devices", "seq_length", "fix")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure a model's layers, and write the results to a device file."""
+    """Measure a model's layers and write the results to a device file."""
     refuse_others(
         args,
         _GIVES,
-        "--calibrate only measures layers, so {} has no effect; leave it out",
+        "--calibrate only measures layers, so {} has no effect; remove it",
     )
     path = Path(args.calibrate)
     if path.suffix != ".json":
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
         num_experts=min(model.num_experts, _MOST_EXPERTS),
         top_k=min(model.top_k, _MOST_EXPERTS),
     )
-    # Measure the layers, and compare the times with the formula for the described device.
+    # Measure the layers and compare the times with the formula's for the described
+    # device.
     name, memory_gib = devices.name_and_memory()
     described = _described(name, args.devices)
     seconds = measure(model, sharding)
@@ -74,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     }
     ratios_by_part = dict(factors(seconds, formula))
     print(_report(seconds, ratios_by_part))
-    # The device file refers to the device's description and contains only what differs from it.
+    # The device file references the device's description and contains only the
+    # differences.
     content: dict[str, Any] = {"base": described.name}
     if memory_gib is not None:
         content["memory_gib"] = round(memory_gib, 1)
@@ -113,10 +115,10 @@ def _sharding(args: argparse.Namespace, model: ModelSizes) -> Sharding:
 
 
 def _described(name: str, devices: str | None) -> DeviceKind:
-    """Return the description to correct: for this device, or for the most similar device.
+    """Return the description to correct: this device's or the most similar device's.
 
     Raises:
-        ArgumentsError: There is no description of this device, and the user has not named one.
+        ArgumentsError: This device has no description, and the user did not name one.
     """
     if devices is None:
         kind = kind_of(name)
@@ -124,7 +126,7 @@ def _described(name: str, devices: str | None) -> DeviceKind:
         _, kind = parse_devices(devices)
     if kind is None or kind.name not in DEVICES:
         raise ArgumentsError(
-            f"the planner has no description of {name}; give the most similar device with "
+            f"the planner has no description of {name}; pass the most similar device as "
             f"--devices 1xKIND, where KIND is one of {', '.join(DEVICES)}"
         )
     return kind
@@ -142,20 +144,20 @@ def _report(
 
 
 def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
-    """Return the seconds for each pass in each part of a model, on this process's device.
+    """Return the seconds per pass through each part of a model, on this process's device.
 
     Args:
-        model: Sizes of the model, whose experts are all on this device.
+        model: Sizes of the model. All of its experts are on this device.
         sharding: Number and length of the sequences.
 
     Raises:
-        ArgumentsError: The model has layers of a kind that cannot be built here.
+        ArgumentsError: The model has a kind of layer that cannot be built here.
     """
     kinds = set(model.kinds)
     if not kinds <= {"dense", "moe"}:
         raise ArgumentsError(
-            f"--calibrate builds layers of attention and a network, but {model.name} has other "
-            "layers; leave it out"
+            "--calibrate can only build layers of attention and a feed-forward network, but "
+            f"{model.name} has other layers; remove --calibrate"
         )
     with _Bench(model, sharding) as bench:
         measured: dict[str, Passes] = {
@@ -167,9 +169,9 @@ def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
         with_embedding = bench.passes(kind, pre=True)
         with_loss = bench.passes(kind, post=True)
     embedding = _beyond(with_embedding, layer)
-    # With the embedding, there is no input gradient, so the backward pass was measured as a whole.
-    # Subtract the layer's input gradient too. The formula counts the embedding's backward pass as
-    # input gradient.
+    # A model with the embedding has no input gradient, so its backward pass was
+    # measured as a whole. Subtract the layer's input gradient as well. The formula
+    # counts the embedding's backward pass as input gradient.
     backward_s = max(0.0, embedding.input + embedding.weight - layer.input)
     measured["embedding"] = Passes(embedding.forward, backward_s, 0.0)
     measured["loss"] = _beyond(with_loss, layer)
@@ -180,33 +182,34 @@ def _beyond(together: Passes, layer: Passes) -> Passes:
     """Return the time for the embedding or loss, which was timed together with a layer."""
     extra_s = []
     for both_s, layer_s in _by_pass(together, layer):
-        # The embedding or the loss may take less time than the variation between measurements.
+        # The time of the embedding or the loss may be smaller than the measurement
+        # noise.
         extra_s.append(max(0.0, both_s - layer_s))
     return Passes(*extra_s)
 
 
 class _Bench:
-    """Builds and times Megatron models with one layer, in a world that has only one process."""
+    """Builds and times one-layer Megatron models in a world of one process."""
 
     def __init__(self, model: ModelSizes, sharding: Sharding) -> None:
         self.model, self.sharding = model, sharding
 
     def __enter__(self) -> _Bench:
-        # This must run before Megatron is imported.
+        # Megatron must not be imported before this call.
         self.device = devices.current()
         import torch
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         self.device.bind(0)
-        # A store in memory needs no port.
+        # An in-memory store needs no port.
         torch.distributed.init_process_group(
             self.device.distributed_backend, store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
             rank=0,
             world_size=1,
         )  # fmt: skip
         parallel_state.initialize_model_parallel()
-        # On a GPU, Megatron draws weights with generators that do not exist before this call.
+        # On a GPU, Megatron initializes weights with generators that this call creates.
         model_parallel_cuda_manual_seed(1)
         return self
 
@@ -322,7 +325,7 @@ class _Bench:
         }
 
     def passes(self, kind: str, *, pre: bool = False, post: bool = False) -> Passes:
-        """Return the shortest measured time per pass through a layer, with one end of the model.
+        """Return the shortest time per pass through a layer, optionally with one end of the model.
 
         `pre` adds the embedding to the layer, and `post` adds the loss.
         """
@@ -346,12 +349,13 @@ class _Bench:
                 built.set_input_tensor(hidden)
             if not post:
                 return built(tokens, positions, mask, labels=None)
-            # The model returns a loss per token. Megatron's loss function adds up these losses in
-            # float32.
+            # The model returns one loss per token. Megatron's loss function sums them
+            # in float32.
             return built(tokens, positions, mask, labels=tokens).float().mean()
 
         def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-            # The device lags behind the host, so wait for earlier kernels before the clock starts.
+            # Kernels run asynchronously, so wait for earlier ones before starting the
+            # clock.
             self.device.synchronize()
             begin_s = time.perf_counter()
             result = run()
@@ -365,7 +369,8 @@ class _Bench:
 
         def backward(out: Any) -> float:
             gradient = None if post else torch.ones_like(out)
-            # Otherwise, this pass would add its input gradient to the one from the previous pass.
+            # Otherwise, this pass would accumulate into the previous pass's input
+            # gradient.
             hidden.grad = None
 
             def run() -> None:
@@ -387,30 +392,32 @@ class _Bench:
             whole_s = backward(out)
             input_s = 0.0
             if not pre:
-                # If weights need no gradients, a backward pass computes only the input gradient.
+                # If the weights require no gradients, the backward pass computes only
+                # the input gradient.
                 built.requires_grad_(False)
                 input_s = backward(forward())
-            # The first run also allocates and compiles.
+            # The first run includes allocation and compilation.
             if number:
                 forwards.append(forward_s)
                 wholes.append(whole_s)
                 inputs.append(input_s)
             number += 1
-        # Take the shortest times, because other work on the machine can only make them longer.
+        # Use the shortest times, because other work on the machine can only increase
+        # them.
         return Passes(min(forwards), min(inputs), max(0.0, min(wholes) - min(inputs)))
 
 
 def of_trace(
     directory: Path, model: ModelSizes, device: DeviceKind
 ) -> tuple[tuple[str, Passes], ...]:
-    """Return correction factors for a device's costs, from a traced run of the model.
+    """Return correction factors for a device's costs, derived from a traced run of the model.
 
-    All kinds of layers get the factors from the stages between the first and the last one, or from
-    all stages if there are only two. Embedding and loss are assigned the remaining time in their
-    stages. A backward pass that was not split is divided in the same ratio as in the formula.
+    The factors for every kind of layer come from the stages between the first and the last, or from
+    all stages if there are only two. The embedding and the loss are assigned the remaining time of
+    their stages. An unsplit backward pass is divided in the same ratio as in the formula.
 
     Raises:
-        DataError: The trace has no pipeline, or comes from another model.
+        DataError: The trace has no pipeline or comes from a different model.
     """
     from megatron_ext.tools.trace.aggregate import read_run
     from megatron_ext.tools.trace.measured_costs import measured_costs
@@ -419,7 +426,7 @@ def of_trace(
     schedule = run.schedule
     if schedule is None:
         raise DataError(
-            f"{directory} has no schedule.json; trace a run with a pipeline"
+            f"{directory} has no schedule.json; trace a run that uses a pipeline"
         )
     sharding = _sharding_of(run, model)
     kinds_of_stages = _kinds_of_stages(run, schedule, model)
@@ -441,7 +448,7 @@ def of_trace(
         parts += kinds_of_stages[stage]
     if not has_middle:
         parts += ends
-    # Compare the traced time of these stages with the time from the formula.
+    # Compare these stages' traced time with the formula's.
     by_formula = _sum([formula[name] for name in parts])
     by_trace = _sum([times[stage] for stage in middle])
     if not schedule.splits_backward:
@@ -450,7 +457,8 @@ def of_trace(
     if not has_middle:
         return factors(measured, costs)
 
-    # Embedding and loss are assigned the time that their stages take in addition to the layers.
+    # The embedding and the loss are assigned the time that their stages take beyond the
+    # layers' time.
     for name, stage in ends.items():
         layers = _sum([measured[kind] for kind in kinds_of_stages[stage]])
         end_s = [
@@ -469,7 +477,7 @@ def of_trace(
 def _scaled(
     formula: Mapping[str, Passes], by_trace: Passes, by_formula: Passes
 ) -> dict[str, Passes]:
-    """Return the passes in each part, scaled by the ratio between the trace and the formula."""
+    """Return the times of each part's passes, scaled by the ratio of the trace to the formula."""
     ratios = [time_s / cost_s for time_s, cost_s in _by_pass(by_trace, by_formula)]
     scaled: dict[str, Passes] = {}
     for name, passes in formula.items():
@@ -488,14 +496,14 @@ def _sharding_of(run: Run, model: ModelSizes) -> Sharding:
     """Return how a run sharded the model.
 
     Raises:
-        DataError: The run trained another model, or used settings that hide the cost of layers.
+        DataError: The run trained a different model or used settings that hide the cost of layers.
     """
     settings = run.settings
     for name, size in (("num_layers", model.num_layers), ("hidden_size", model.hidden)):
         if settings.get(name) not in (None, size):
             raise DataError(
-                f"{run.directory} has the traces of a model with {name} {settings[name]} instead "
-                f"of {size}; give the flags of that model"
+                f"{run.directory} contains traces of a model with {name} {settings[name]} instead "
+                f"of {size}; use that model's flags"
             )
     if "recompute_granularity" in settings:
         raise DataError(
@@ -526,7 +534,7 @@ def _kinds_of_stages(
         counts = [stage.count("t") for stage in parse_layout(str(layout))]
     if len(counts) != num_stages or sum(counts) != model.num_layers:
         raise DataError(
-            f"{run.directory} does not contain the numbers of layers of its {num_stages} stages"
+            f"{run.directory} does not say how many layers each of its {num_stages} stages has"
         )
     bounds = accumulate(counts, initial=0)
     return [model.kinds[first:end] for first, end in pairwise(bounds)]
@@ -539,7 +547,7 @@ def _split_like(passes: Passes, formula: Passes) -> Passes:
 
 
 def _sum(parts: Sequence[tuple[float, float, float]]) -> Passes:
-    """Return the sum for each pass; an end stage without layers has no parts."""
+    """Return the sum per pass; an end stage without layers has no parts."""
     forward_s = input_s = weight_s = 0.0
     for part_forward_s, part_input_s, part_weight_s in parts:
         forward_s += part_forward_s

@@ -35,7 +35,7 @@ _LENGTH_FIELDS = ("length", "num_tokens", "tokens")
 
 
 def run(args: argparse.Namespace, costs: Costs) -> int:
-    """Predict the gain from balancing by cost, and print the result.
+    """Predict the gain from balancing by cost and print the result.
 
     Raises:
         ScheduleError: A flag is missing or invalid, or no prediction is possible for these lengths.
@@ -48,16 +48,14 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
         ("--slices", args.slices != 1),
     ):
         if is_set:
-            raise ScheduleError(
-                f"{flag} cannot be combined with --lengths; leave it out"
-            )
+            raise ScheduleError(f"{flag} cannot be combined with --lengths; remove it")
     if name.startswith(CSV_PREFIX):
         raise ScheduleError(
-            f"--lengths simulates registered schedules, and not {name}; use --schedule NAME"
+            f"--lengths can only simulate registered schedules, not {name}; use --schedule NAME"
         )
     if args.max_tokens is None:
         raise ScheduleError(
-            "--max-tokens is missing; give the largest number of tokens in a micro-batch"
+            "--max-tokens is missing; set it to the maximum number of tokens in a micro-batch"
         )
     length_cost = _length_cost(args)
     replicas = 1 if args.replicas is None else args.replicas
@@ -77,22 +75,22 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
     if args.json:
         entries = []
         for prediction in predictions:
-            # The fields about slices are None if there are no slices.
+            # The slice fields are None if there are no slices.
             fields = prediction._asdict().items()
             entries.append({name: value for name, value in fields if value is not None})
         print(json.dumps(entries, indent=1))
     else:
         print(_table(predictions))
         print(
-            f"\nstep times, means over at most {MAX_BATCHES} global batches; 1 = forward of the "
-            "mean micro-batch on 1/pp of the model\norder, pack: train with --pipeline-balance "
+            f"\nmean step times over at most {MAX_BATCHES} global batches; 1 = forward pass of an "
+            "average micro-batch on 1/pp of the model\norder, pack: train with --pipeline-balance "
             "order or pack"
         )
         if slice_tokens is not None:
             print(
                 f"slices: train with --pipeline-slice-tokens {slice_tokens} --pipeline-balance "
-                "pack; peak: most activations, in units of the longest micro-batch on 1/pp of the "
-                "model"
+                "pack; peak: maximum activations, in units of the longest micro-batch on "
+                "1/pp of the model"
             )
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
@@ -100,16 +98,16 @@ def run(args: argparse.Namespace, costs: Costs) -> int:
 
 
 def _length_cost(args: argparse.Namespace) -> LengthCost:
-    """Return a function from the length of a sample to its cost.
+    """Return a function that maps a sample's length to its cost.
 
     Raises:
-        ScheduleError: Not exactly one of the two flags that set the cost is given.
+        ScheduleError: Both or neither of the flags that set the cost are given.
     """
     # Exactly one of the two flags must be given.
     if (args.length_costs is None) == (args.hidden_size is None):
         raise ScheduleError(
-            "--lengths needs either --length-costs A,B or --hidden-size H for the cost of a "
-            "length; add, for example, --hidden-size 4096"
+            "--lengths needs either --length-costs A,B or --hidden-size H to compute the cost "
+            "of a length; add, for example, --hidden-size 4096"
         )
     if args.length_costs is not None:
         return LengthCost.parse(args.length_costs)
@@ -117,7 +115,7 @@ def _length_cost(args: argparse.Namespace) -> LengthCost:
 
 
 def _slice_tokens(text: str | None, lengths: Sequence[int], sizes: Sizes) -> int | None:
-    """Return the number of tokens per slice from `--slice-tokens`, or None if it is not given.
+    """Return the number of tokens per slice from `--slice-tokens`, or None if the flag is not set.
 
     Raises:
         ScheduleError: The value is neither `auto` nor a positive integer, or it is `auto` and a
@@ -125,9 +123,9 @@ def _slice_tokens(text: str | None, lengths: Sequence[int], sizes: Sizes) -> int
     """
     if text is None:
         return None
-    # Size the slices for the longest micro-batch that results from packing samples in file order. A
-    # size for the longest sample could cut a micro-batch of short samples into more than 64 slices,
-    # the maximum.
+    # Size the slices for the longest micro-batch produced by packing samples in file
+    # order. If they were sized for the longest sample, a micro-batch of short samples
+    # could need more than 64 slices, the maximum.
     if text == "auto":
         packs = packs_in_file_order(lengths, sizes.max_tokens)
         tokens = [sum(pack) for pack in packs]
@@ -135,7 +133,7 @@ def _slice_tokens(text: str | None, lengths: Sequence[int], sizes: Sizes) -> int
         return automatic_slice_tokens(max(tokens), in_step, sizes.pp)
     if not text.isdecimal() or int(text) < 1:
         raise ScheduleError(
-            f"--slice-tokens {text} must be auto or a whole number of 1 or more"
+            f"--slice-tokens {text} must be auto or a positive whole number"
         )
     return int(text)
 
@@ -176,7 +174,7 @@ def read_lengths(path: Path) -> list[int]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ScheduleError(
-            f"--lengths {path} cannot be read: {reason}; give a file with one length per line"
+            f"--lengths {path} cannot be read: {reason}; use a file with one length per line"
         ) from error
     lengths = []
     for number, line in enumerate(lines, start=1):
@@ -186,18 +184,16 @@ def read_lengths(path: Path) -> list[int]:
         if length is None:
             raise ScheduleError(
                 f"--lengths {path}, line {number}: {line.strip()[:40]!r} is not a length; write a "
-                f"whole number of 1 or more, or JSON with {', '.join(_LENGTH_FIELDS)}"
+                f"whole number greater than 0, or JSON with {', '.join(_LENGTH_FIELDS)}"
             )
         lengths.append(length)
     if not lengths:
-        raise ScheduleError(
-            f"--lengths {path} contains no length; write one number per line"
-        )
+        raise ScheduleError(f"--lengths {path} contains no lengths; write one per line")
     return lengths
 
 
 def _length_in(line: str) -> int | None:
-    """Return the sample length that a line contains, or None if there is none."""
+    """Return the sample length in a line, or None if the line contains none."""
     try:
         value: Any = parse_json(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`megatron-ext plan --devices`: finds a model's best layout, and a bound on its speed."""
+"""`megatron-ext plan --devices`: finds the best layout for a model and a bound on its speed."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -72,10 +72,10 @@ _LAYOUT_FLAGS = {
 }
 """Flags that do not describe the model, because the planner itself chooses their values."""
 _RECIPE_MODULES = frozenset({"core_attn", "mlp", "shared_experts"})
-"""Modules that recipes with experts recompute, but that the search does not try to recompute."""
+"""Modules that recipes with experts recompute but the search does not try to recompute."""
 _MAX_DOUBLINGS = 6
 _MAX_COUNT = 10**9
-"""Largest number of sequences per step, or of tokens per sequence."""
+"""Maximum number of sequences per step and of tokens per sequence."""
 
 
 def add_to_plan(subparsers: Any) -> None:
@@ -99,7 +99,7 @@ def add_to_plan(subparsers: Any) -> None:
     group.add_argument(
         "--devices",
         metavar="NxKIND",
-        help=f"number and kind of devices: {', '.join(DEVICES)}, or a file, such as 64xmine.json",
+        help=f"number and kind of devices: {', '.join(DEVICES)}, or a device file (64xmine.json)",
     )
     group.add_argument(
         "--global-batch-size",
@@ -116,14 +116,15 @@ def add_to_plan(subparsers: Any) -> None:
     group.add_argument(
         "--fix",
         metavar="KEY=VALUE,...",
-        help=f"fixed values of {', '.join(FIXABLE)}; recompute is none, full or modules joined by "
-        "+, layout is in Megatron's notation, pairs is yes or no",
+        help=f"values to fix for {', '.join(FIXABLE)}; recompute is none, full or modules joined "
+        "by +; layout uses Megatron's notation; pairs is yes or no",
     )
     group.add_argument(
         "--precision",
         type=str.lower,
         choices=PRECISIONS,
-        help="precision of matrix products in layers (default: bf16); fp8 has one scale per tensor",
+        help="precision of matrix products in layers (default: bf16); fp8 uses one scale per "
+        "tensor",
     )
     group.add_argument(
         "--cross-entropy-loss-fusion",
@@ -133,18 +134,18 @@ def add_to_plan(subparsers: Any) -> None:
     group.add_argument(
         "--no-overlap",
         action="store_true",
-        help="reduce gradients and gather parameters without overlapping computation",
+        help="do not overlap gradient reduction and parameter gathering with computation",
     )
     group.add_argument(
         "--explain",
         action="store_true",
-        help="also show the assumptions with their sources, and why the second layout is slower",
+        help="also show the assumptions with their sources and why the second layout is slower",
     )
     group.add_argument(
         "--picture",
         type=Path,
         metavar="FILE",
-        help="draw the schedule and the memory of the first layout into this .svg file",
+        help="draw the first layout's schedule and memory to this .svg file",
     )
     parser.add_argument(
         "model_flags",
@@ -155,9 +156,9 @@ def add_to_plan(subparsers: Any) -> None:
     parser.add_argument(
         "--calibrate",
         metavar="FILE",
-        help="measure single layers of the model on this machine's device, and write this .json "
-        "file for --devices 64xFILE; --devices 1xKIND gives the kind of the device (default: from "
-        "its name), --fix micro_batch=2 the number of sequences",
+        help="measure individual layers of the model on this machine's device and write a .json "
+        "file for --devices 64xFILE; --devices 1xKIND sets the kind of device (default: derived "
+        "from its name), and --fix micro_batch=2 sets the number of sequences",
     )
     # Without --devices, `plan` runs its original function, which compares schedules.
     parser.set_defaults(run=_run_plan, run_compared=parser.get_default("run"))
@@ -171,14 +172,14 @@ def _run_plan(args: argparse.Namespace) -> int:
     refuse_others(
         args,
         (*_FLAGS, "memory_gib", "json", "trace_dir"),
-        "{} compares schedules for given sizes, but --devices finds the sizes; leave one of them "
-        "out (--fix pp=8,schedule=zb-v keeps values)",
+        "{} compares schedules for given sizes, but --devices finds the sizes; remove one of "
+        "them (to fix sizes, use --fix pp=8,schedule=zb-v)",
     )
     _check_batch(args)
     if args.picture is not None and args.picture.suffix != ".svg":
         raise ArgumentsError(f"--picture {args.picture}: unknown file type; use .svg")
     job = _job(args)
-    # Run the search, or forecast the fixed sizes if they do not fit.
+    # Run the search. If fixed sizes do not fit, forecast them anyway.
     began_s = time.monotonic()
     result = _search_with_progress(job)
     if not result.plans:
@@ -197,7 +198,7 @@ def _run_plan(args: argparse.Namespace) -> int:
 
 
 def _compare_schedules(args: argparse.Namespace) -> int:
-    """Run `plan` without a model, to compare schedules.
+    """Run `plan` without a model to compare schedules.
 
     Raises:
         ArgumentsError: A flag needs a model.
@@ -227,12 +228,12 @@ def _check_batch(args: argparse.Namespace) -> None:
         example = f"--model examples/llama3 {example}"
     state = "missing" if batch is None else batch
     raise ArgumentsError(
-        f"--global-batch-size is {state}; give the sequences of a step, for example {example}"
+        f"--global-batch-size is {state}; set the sequences per step, for example {example}"
     )
 
 
 def _search_with_progress(job: Question) -> SearchResult:
-    """Search on all CPUs, and show progress if the output is a terminal."""
+    """Search on all CPUs and show progress if standard error is a terminal."""
     num_processes = 1
     # The search forks processes, which is impossible on Windows. On two slow cores, the search for
     # DeepSeek-V3 on 2,048 devices takes 55 s instead of 86 s.
@@ -257,22 +258,22 @@ def _too_large(job: Question, result: SearchResult) -> SearchResult:
     """
     if not result.is_complete:
         raise ArgumentsError(
-            "interrupted before any layout was found to fit; let the search run longer"
+            "interrupted before a layout that fits was found; let the search run longer"
         )
     # If the sizes are not fixed, the search has already tried every layout.
     if not job.fixed.keys() >= {"tp", "pp", "micro_batch"}:
         raise ArgumentsError(_what_would_fit(job))
-    # Forecast the fixed sizes anyway, because recipes make them fit with techniques that the search
-    # does not try.
+    # Forecast the fixed sizes anyway: recipes make them fit with techniques that the
+    # search does not try.
     unlimited = search(replace(job, device=_without_limit(job.device)), keep=1)
     if not unlimited.is_complete:
         raise KeyboardInterrupt
     if not unlimited.plans:
         raise ArgumentsError(_what_would_fit(job))
     [plan] = unlimited.plans
-    # Megatron shards weights only under its own schedules, and offloads whole layers only without a
-    # pipeline.
-    remedy = "fix less"
+    # Megatron shards weights only with its own schedules and offloads whole layers only
+    # if there is no pipeline.
+    remedy = "fix fewer values"
     if plan.sizes.pp == 1 or plan.schedule in MEGATRONS:
         remedy = "shard the weights (--use-megatron-fsdp)"
     offload_flag = "--fine-grained-activation-offloading"
@@ -311,7 +312,7 @@ def _job(args: argparse.Namespace) -> Question:
     # The user's limit is the memory that a layout may use, so reserve nothing.
     if args.memory_gib is not None:
         device = replace(device, memory_gib=args.memory_gib, reserve_gib=0.0)
-    # Correct the device's costs using the times from the traced run.
+    # Correct the device's costs with the times from the traced run.
     if args.trace_dir is not None:
         factors = calibrate.of_trace(args.trace_dir, model, device)
         sources = {**device.sources, "measured": "the trace"}
@@ -329,8 +330,8 @@ def _job(args: argparse.Namespace) -> Question:
     layout_flags = [name for name in flag_names if name in _LAYOUT_FLAGS]
     if layout_flags:
         print(
-            f"plan chooses {', '.join(layout_flags)} itself; --fix keeps values, and "
-            f"`megatron-ext doctor --devices {args.devices} -- FLAGS` checks your own flags",
+            f"plan chooses {', '.join(layout_flags)} itself; to set values, use --fix; "
+            f"to check your own flags, run `megatron-ext doctor --devices {args.devices} -- FLAGS`",
             file=sys.stderr,
         )
     return Question(
@@ -352,8 +353,8 @@ def _check_graphs(techniques: Techniques, fixed: dict[str, Any]) -> None:
     schedule = fixed.get("schedule", MEGATRONS[0])
     if techniques.graphs not in ("auto", "none") and schedule not in MEGATRONS:
         raise ArgumentsError(
-            f"--fix schedule={schedule} excludes CUDA graphs, which are recorded in the order of "
-            "Megatron's own schedules; leave --cuda-graph-impl and --cuda-graph-scope out"
+            f"--fix schedule={schedule} cannot be combined with CUDA graphs, which are captured in "
+            "the order of Megatron's own schedules; remove --cuda-graph-impl and --cuda-graph-scope"
         )
 
 
@@ -367,10 +368,10 @@ def _fixed(model: ModelSizes, text: str) -> dict[str, Any]:
         key, _, value = assignment.partition("=")
         if key not in FIXABLE:
             raise ArgumentsError(
-                f"--fix {assignment}: there is no {key}; use {', '.join(FIXABLE)}"
+                f"--fix {assignment}: unknown key {key}; use {', '.join(FIXABLE)}"
             )
         if key in fixed:
-            raise ArgumentsError(f"--fix {text} has {key} twice; keep one of them")
+            raise ArgumentsError(f"--fix {text} sets {key} twice; keep only one")
         reader = _FIXED_READERS.get(key, _positive_number)
         fixed[key] = reader(model, value, assignment)
     return fixed
@@ -411,12 +412,12 @@ def _layers_by_stage(model: ModelSizes, value: str, assignment: str) -> list[int
     if "E" in after_first or "m" in before_last or "L" in before_last:
         raise ArgumentsError(
             f"--fix {assignment}: the planner supports the embedding only in the first stage, and "
-            "MTP and loss only in the last; put E first and mL last"
+            "MTP and the loss only in the last; put E first and mL last"
         )
     if sum(layers) != model.num_layers:
         raise ArgumentsError(
             f"--fix {assignment} has {sum(layers)} layers, but {model.name} has "
-            f"{model.num_layers}; use one t for each layer"
+            f"{model.num_layers}; use one t per layer"
         )
     return layers
 
@@ -436,7 +437,7 @@ _FIXED_READERS: dict[str, Callable[[ModelSizes, str, str], Any]] = {
     "pairs": _yes_or_no,
     "layout": _layers_by_stage,
 }
-"""Key of `--fix` -> the parser of its value. All other keys take positive numbers."""
+"""`--fix` key -> parser for its value. All other keys take positive numbers."""
 
 
 def _show_progress(result: SearchResult, num_left: int) -> None:
@@ -454,7 +455,7 @@ def _without_limit(device: DeviceKind) -> DeviceKind:
 
 
 def _what_would_fit(job: Question) -> str:
-    """Return the error message for when no layout fits, with a change that would make one fit.
+    """Return the error message if no layout fits, including a change that would make one fit.
 
     If recomputation is fixed, the suggested change is to recompute more. If it is not fixed, or
     recomputing more is not enough, the suggestion is the smallest number of devices that is enough.
@@ -463,12 +464,13 @@ def _what_would_fit(job: Question) -> str:
     if not fits(replace(job, device=_without_limit(job.device))):
         return (
             f"--fix {fixed_text(job.fixed)} allows no layout, even with unlimited memory; fix "
-            "less"
+            "fewer values"
         )
     problem = f"{job.model.name} does not fit on {job.num_devices} x {job.device.name}"
     # Recomputing more needs no additional devices, so suggest it first.
     if "recompute" in job.fixed:
-        # The modes are in ascending order, so the first one that fits recomputes least.
+        # The modes are in ascending order, so the first one that fits recomputes the
+        # least.
         for mode in recompute_modes(job.model):
             if fits(replace(job, fixed={**job.fixed, "recompute": mode})):
                 fixed_mode = mode_name(job.fixed["recompute"])
@@ -478,16 +480,16 @@ def _what_would_fit(job: Question) -> str:
     if num_devices is not None:
         return f"{problem} under any layout; use {num_devices}"
     return (
-        f"{problem} with {job.sequence} tokens under any layout, nor on up to {2**_MAX_DOUBLINGS} "
-        f"times as many devices for --global-batch-size {job.global_batch}; use devices with more "
-        "memory, or shorter sequences"
+        f"{problem} with {job.sequence} tokens under any layout, even with up to "
+        f"{2**_MAX_DOUBLINGS}x as many devices for --global-batch-size {job.global_batch}; use "
+        "devices with more memory, or shorter sequences"
     )
 
 
 def _enough_devices(job: Question) -> int | None:
     """Return the smallest number of devices, in whole nodes, on which some layout fits.
 
-    The search doubles the number until a layout fits, and then bisects. Returns None if even
+    The search doubles the number until a layout fits, then bisects. Returns None if even
     2**`_MAX_DOUBLINGS` times as many devices are not enough.
     """
     node_size = min(job.device.node_size, job.num_devices)

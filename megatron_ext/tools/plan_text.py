@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from megatron_ext.planning.waiting import WaitingWeights
 
 UNLIMITED_GIB = 1e9
-"""Device memory that is assumed to forecast a layout that does not fit."""
+"""Device memory assumed when forecasting a layout that does not fit."""
 _BAR_WIDTH = 50
-# The first column contains the rank of a layout and its step time.
+# The first column contains a layout's position and its step time.
 _TABLE_HEADS = (
     "  step s|MFU %|TFLOP/s|GiB|worst share|tp|pp|cp|ep|batch|number|schedule|recompute"
 )
@@ -52,9 +52,9 @@ _COMPARED = (
 
 
 def flags_of(plan: Layout) -> str:
-    """Return all flags of a plan, including precision and loss."""
+    """Return all of a plan's flags, including those for precision and loss."""
     job = plan.job
-    # Without the precision, pasted flags would train in fp32.
+    # Without the precision flags, a run with the pasted flags would train in fp32.
     flags = f"{plan.flags} {job.techniques.precision_flags}"
     if job.fused_loss:
         flags += " --cross-entropy-loss-fusion"
@@ -62,7 +62,7 @@ def flags_of(plan: Layout) -> str:
 
 
 def as_dict(plan: Layout) -> dict[str, Any]:
-    """Return a plan's figures under their names in `plan --json`."""
+    """Return a plan's figures, keyed by their names in `plan --json`."""
     figures = {name: getattr(plan, name) for name in _PLAN_FIELDS}
     figures["flags"] = flags_of(plan)
     figures |= {name: getattr(plan.sizes, name) for name in _SIZE_FIELDS}
@@ -95,7 +95,7 @@ def result_as_dict(result: SearchResult) -> dict[str, Any]:
 def result_lines(
     result: SearchResult, took_s: float, device: DeviceKind
 ) -> Iterator[str]:
-    """Yield the lines of the output: layouts, bound, memory and flags."""
+    """Yield the output lines: layouts, bound, memory and flags."""
     plans = result.plans
     job = result.plans[0].job
     weights, active_weights = parameters(job.model, job.device)
@@ -123,8 +123,8 @@ def result_lines(
     if free_memory is not None:
         yield (
             f"\n--pipeline-waiting-weights {free_memory.number} fits with the first layout, "
-            f"because {free_memory}; it fills the time in which ranks wait for tokens, and needs "
-            "--transformer-impl local"
+            f"because {free_memory}; it fills the time that ranks spend waiting for tokens and "
+            "needs --transformer-impl local"
         )
     if len(plans) > 1:
         yield f"\nflags of the first {len(plans)}:"
@@ -137,7 +137,7 @@ def result_lines(
 
 
 def _room_for_waiting(plan: Layout) -> WaitingWeights | None:
-    """Return how many W may wait in a layout's free memory, or None if it has no W."""
+    """Return how many W may wait in a layout's free memory, or None if its W cannot wait."""
     # A layout that was forecast with unlimited memory does not fit.
     if plan.job.device.memory_gib >= UNLIMITED_GIB:
         return None
@@ -165,12 +165,13 @@ def _row(number: int, plan: Layout) -> list[str]:
 
 
 def _memory_lines(plan: Layout, device: DeviceKind) -> Iterator[str]:
-    """Yield the memory on each rank with a bar."""
-    # The forecast for two mirrored pipelines contains the ranks of only one of them.
+    """Yield each rank's memory with a bar."""
+    # The forecast for two mirrored pipelines contains only one pipeline's ranks.
     is_mirrored = len(plan.memory_gib) != plan.sizes.pp
     pipeline = ", one of two mirrored pipelines" if is_mirrored else ""
-    yield f"\nmemory of each rank of the first layout{pipeline}, of {device.memory_gib:g} GiB:"
-    # A layout that does not fit needs more memory than the device has, so scale to the larger.
+    yield f"\nmemory per rank in the first layout{pipeline}, out of {device.memory_gib:g} GiB:"
+    # A layout that does not fit needs more memory than the device has, so scale the
+    # bars to the larger of the two.
     full_bar_gib = max(device.memory_gib, *plan.memory_gib)
     for rank, memory_gib in enumerate(plan.memory_gib):
         bar = "#" * round(_BAR_WIDTH * memory_gib / full_bar_gib)
@@ -178,7 +179,7 @@ def _memory_lines(plan: Layout, device: DeviceKind) -> Iterator[str]:
 
 
 def explanation_lines(plans: Sequence[Layout], device: DeviceKind) -> Iterator[str]:
-    """Yield why the second layout is slower, and the assumptions with their sources."""
+    """Yield why the second layout is slower and the assumptions with their sources."""
     first = plans[0]
     yield f"\nlargest overhead: {first.limit}"
     if len(plans) > 1:
@@ -190,7 +191,7 @@ def explanation_lines(plans: Sequence[Layout], device: DeviceKind) -> Iterator[s
     for device_field in fields(device):
         name = device_field.name
         source = device.sources.get(name, "assumed")
-        # Factors from a measurement get one line for each part of the model.
+        # Measured factors get one line per part of the model.
         if name == "measured":
             for part, factors in device.measured:
                 factor_text = " ".join(f"{factor:.2f}" for factor in factors)

@@ -1,6 +1,6 @@
 """The subcommands `plan` and `plot`, which simulate schedules to compare or draw them.
 
-They start fast, because they import neither torch nor Megatron.
+Both start fast, because they import neither torch nor Megatron.
 """
 
 # ruff: noqa: T201 - commands report on stdout and stderr
@@ -51,19 +51,19 @@ _INTERNAL = (
 
 
 def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
-    """Register `plan` and `plot`. Their functions become the attribute `run` of the arguments."""
+    """Register `plan` and `plot`. Their functions become the arguments' `run` attribute."""
     parser = subparsers.add_parser(
         "plan",
         usage="%(prog)s --pp P --microbatches M [options]\n"
         "       %(prog)s --trace-dir DIR [options]\n"
         "       %(prog)s --model PATH --devices NxKIND --global-batch-size B [options] [-- FLAGS]",
         help="compare pipeline schedules by simulation",
-        description="Simulate pipeline schedules and rank them by the time of one step.",
+        description="Simulate pipeline schedules and rank them by step time.",
     )
     parser.add_argument(
         "--schedule",
-        # `plot` takes several names, so this is a list too, and both commands check it in the same
-        # way.
+        # `plot` takes several names, so use a list here too. Both commands then share
+        # the checks.
         nargs=1,
         default=["all"],
         metavar="NAME|all",
@@ -74,20 +74,20 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--use-dpp",
         action="store_true",
-        help="also show how much a dynamic order gains or loses against each table",
+        help="also show how much a dynamic order gains or loses compared with each table",
     )
     parser.add_argument(
         "--lengths",
         type=Path,
         metavar="FILE",
-        help="predict how much balancing by cost gains for the lengths of samples, in tokens, in "
-        "this file: one number or JSON value per line",
+        help="predict the gain from balancing by cost for the sample lengths in this file, in "
+        "tokens: one number or JSON value per line",
     )
     parser.add_argument(
         "--max-tokens",
         type=int,
         metavar="T",
-        help="largest number of tokens in a micro-batch, with --lengths",
+        help="maximum number of tokens in a micro-batch, with --lengths",
     )
     parser.add_argument(
         "--replicas",
@@ -104,14 +104,14 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "--hidden-size",
         type=int,
         metavar="H",
-        help="instead of --length-costs: the width of a model whose feed-forward networks have "
+        help="instead of --length-costs: the hidden size of a model with feed-forward networks of "
         "width 4H",
     )
     parser.add_argument(
         "--slice-tokens",
         metavar="T",
         help="with --lengths: also cut micro-batches of more than T tokens into slices of equal "
-        "cost; auto: cut the longest micro-batch into two slices for each rank",
+        "cost; auto: cut the longest micro-batch into two slices per rank",
     )
     parser.set_defaults(run=_run_plan)
 
@@ -119,8 +119,8 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "plot",
         usage="%(prog)s NAME [NAME ...] --pp P --microbatches M [-o FILE] [options]",
         help="draw pipeline schedules",
-        description="Draw one or several pipeline schedules, one below the other, in the terminal "
-        "or into a file.",
+        description="Draw one or more pipeline schedules, one below the other, in the terminal or "
+        "to a file.",
     )
     names = parser.add_argument("schedule", metavar="NAME", nargs="+", help=_names())
     names.completer = lambda **_: list(registered())  # type: ignore[attr-defined] # argcomplete's
@@ -130,19 +130,19 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help=".svg (picture), .csv (table in the format of torch.distributed.pipelining) or .json",
+        help=".svg (picture), .csv (table in torch.distributed.pipelining's format) or .json",
     )
     parser.add_argument(
         "--use-dpp",
         action="store_true",
-        help="draw each schedule twice with randomly delayed messages: in the order of its table, "
-        "and in a dynamic order",
+        help="draw each schedule twice with randomly delayed messages: in table order and in a "
+        "dynamic order",
     )
     parser.set_defaults(run=_run_plot)
 
 
 def _names() -> str:
-    """Return the names of schedules for the help text."""
+    """Return the schedule names for the help text."""
     return f"{', '.join(registered(unlisted=True))} or csv:FILE"
 
 
@@ -153,13 +153,13 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "--microbatches",
         type=int,
         metavar="M",
-        help="number of micro-batches of the pipeline in a step",
+        help="number of micro-batches that the pipeline runs per step",
     )
     parser.add_argument(
         "--chunks",
         type=int,
         metavar="V",
-        help="number of stages on each rank (interleaved)",
+        help="number of stages per rank (interleaved)",
     )
     for generator in registered(unlisted=True).values():
         for key, values in generator.options.items():
@@ -187,13 +187,13 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pairs",
         action="store_true",
-        help="run forward and backward passes of different micro-batches as pairs, in which the "
-        "computation of each hides the expert communication of the other",
+        help="run forward and backward passes of different micro-batches as pairs, so that each "
+        "pass's computation hides the other's expert communication",
     )
     of_forward = (
-        "core attention, which grows with the square of the length, in a forward pass"
+        "a forward pass spent in core attention, which grows with the length squared"
     )
-    of_both = "expert communication in a forward pass and in an input gradient"
+    of_both = "a forward pass and of an input gradient spent on expert communication"
     for flag, default, share in (
         ("--attention", 0.0, f"{of_forward}, for --slices"),
         ("--all-to-all", 0.0, f"{of_both}, for --pairs"),
@@ -211,7 +211,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="C",
-        help="latency of a message, in the unit of --costs (default: 0)",
+        help="message latency, in the unit of --costs (default: 0)",
     )
 
 
@@ -219,8 +219,7 @@ def _costs(args: argparse.Namespace) -> Costs:
     """Return the costs that the flags describe.
 
     Raises:
-        ScheduleError: A flag is given without another flag that it needs, or a number is
-            impossible.
+        ScheduleError: A flag is set without another flag that it requires, or a number is invalid.
     """
     try:
         forward, input_gradient, weight = map(float, args.costs.split(","))
@@ -228,14 +227,15 @@ def _costs(args: argparse.Namespace) -> Costs:
         raise ScheduleError(
             f"--costs needs three numbers F,I,W, got {args.costs!r}; for example --costs 1,1,1"
         ) from None
-    # A table from a file may contain slices and pairs without these flags.
+    # A table loaded from a file may contain slices and pairs even if these flags are
+    # not set.
     is_file = any(name.startswith(CSV_PREFIX) for name in args.schedule)
     if args.attention > 0 and args.slices == 1 and not is_file:
         raise ScheduleError(
-            "--attention needs --slices; add --slices, or leave --attention out"
+            "--attention needs --slices; add --slices, or remove --attention"
         )
     if args.hides != 1 and not args.pairs and not is_file:
-        raise ScheduleError("--hides needs --pairs; add --pairs, or leave --hides out")
+        raise ScheduleError("--hides needs --pairs; add --pairs, or remove --hides")
     return Costs(
         forward,
         input_gradient,
@@ -262,7 +262,7 @@ def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
         if name not in args.schedule and "all" not in args.schedule:
             named = ", ".join(args.schedule)
             raise ScheduleError(
-                f"--{name}-{key} is for {name}, not for {named}; leave it out"
+                f"--{name}-{key} is for {name}, not for {named}; remove it"
             )
         options.setdefault(name, {})[key] = value
     return options
@@ -274,7 +274,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
     Raises:
         ScheduleError: A size is missing or too large, or there is only one rank.
     """
-    # A table's file contains its sizes.
+    # A table file contains its own sizes.
     if all(name.startswith(CSV_PREFIX) for name in args.schedule):
         return
     missing = []
@@ -285,7 +285,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
     if missing:
         advice = "are missing; give them" if len(missing) > 1 else "is missing; give it"
         raise ScheduleError(
-            f"{' and '.join(missing)} {advice} (only csv:FILE contains its size)"
+            f"{' and '.join(missing)} {advice} (only csv:FILE contains its own sizes)"
         )
     if args.pp > MAX_RANKS:
         raise ScheduleError(
@@ -298,7 +298,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
             f"use at most {max_microbatches}"
         )
     if args.pp == 1:
-        raise ScheduleError("--pp 1 gives no pipeline to schedule; use 2 or more")
+        raise ScheduleError("--pp 1 leaves no pipeline to schedule; use 2 or more")
 
 
 def refuse_others(
@@ -312,7 +312,7 @@ def refuse_others(
         reason: The error message for any other flag, whose name replaces `{}`.
 
     Raises:
-        ArgumentsError: Another flag is given.
+        ArgumentsError: Any other flag is set.
     """
     for destination, value in vars(args).items():
         if destination in accepted or destination in _INTERNAL:
@@ -347,7 +347,7 @@ def _run_plan(args: argparse.Namespace) -> int:
         if args.lengths is None and getattr(args, destination) is not None:
             flag = "--" + destination.replace("_", "-")
             raise ScheduleError(
-                f"{flag} needs --lengths FILE; add --lengths FILE, or leave {flag} out"
+                f"{flag} needs --lengths FILE; remove {flag}, or add --lengths FILE"
             )
     _check_sizes(args)
     if args.lengths is not None:
@@ -406,8 +406,8 @@ def _print_notes(timelines: Sequence[Timeline], costs_text: str) -> None:
     print(f"\ntimes: {unit}; activations: in micro-batches on 1/pp of the model")
     if any(timeline.schedule.num_slices > 1 for timeline in timelines):
         print(
-            "keys, values: memory of the keys and values of sliced micro-batches and of their "
-            "gradients, in the unit of activations"
+            "keys, values: memory for the keys and values of sliced micro-batches and their "
+            "gradients, in the same unit as activations"
         )
 
 
@@ -438,9 +438,9 @@ def _print_recommendation(timelines: Sequence[Timeline]) -> None:
     width = _label_width(timelines)
     for timeline in shown:
         label = timeline.schedule.label.ljust(width)
-        # The flags include the costs, because some tables are optimized for given costs. With a
-        # latency of 0.1, bitpipe takes 51.7 forwards, but 57 with the table for equal times and no
-        # latency.
+        # The flags include the costs, because some tables are optimized for specific
+        # costs. With a latency of 0.1, bitpipe takes 51.7 forwards with the table for
+        # this latency, but 57 with the table for equal times and no latency.
         print(f"  {label}  {training_flags(timeline.schedule, timeline.costs)}")
 
 
@@ -453,7 +453,8 @@ def _print_automatic(args: argparse.Namespace, costs: Costs) -> None:
         num_microbatches=args.microbatches,
         cut=lambda _schedule, _placement: None,
         chunks=args.chunks,
-        # Equal costs are the default for `--costs`, so the user has not chosen them.
+        # Equal costs are the default for `--costs`, so assume that the user did not
+        # choose them.
         costs=None if costs == UNIT else costs,
     )
     ranking = rank(
@@ -464,9 +465,7 @@ def _print_automatic(args: argparse.Namespace, costs: Costs) -> None:
 
 def _print_gains(timelines: Sequence[Timeline], costs: Costs) -> None:
     """Print how much `--use-dpp` gains or loses with each table."""
-    print(
-        "\nwith --use-dpp: time in the order of the table / time in the dynamic order"
-    )
+    print("\nwith --use-dpp: time in table order / time in dynamic order")
     width = _label_width(timelines)
     for timeline in timelines:
         gain = gains(timeline.schedule, costs)
@@ -528,7 +527,7 @@ def _run_plot(args: argparse.Namespace) -> int:
     _check_sizes(args)
     if "all" in args.schedule:
         raise ScheduleError(
-            "plot needs the names of schedules; give them, or compare all schedules with plan"
+            "plot needs the names of schedules; add them, or compare all schedules with plan"
         )
     costs = _costs(args)
     timelines: list[Timeline] = []
@@ -559,13 +558,13 @@ def _draw_in_terminal(timelines: Sequence[Timeline]) -> None:
 
 
 def _write_drawing(path: Path, timelines: Sequence[Timeline]) -> None:
-    """Write a picture, or a single table, depending on the file suffix.
+    """Write a picture or a single table, depending on the file suffix.
 
     Raises:
         ScheduleError: The suffix is unknown, the format holds only one table, or the file cannot be
             written.
     """
-    # Only a single schedule can be written as a table, so take the first one.
+    # Only a single schedule can be written as a table, so use the first one.
     timeline = timelines[0]
     schedule = timeline.schedule
     if path.suffix not in (".svg", ".csv", ".json"):
@@ -585,7 +584,7 @@ def _write_drawing(path: Path, timelines: Sequence[Timeline]) -> None:
     try:
         write_text(path, text)
     except OSError as error:
-        remedy = "free some space, or give another file with -o"
+        remedy = "free some space, or choose another file with -o"
         raise ScheduleError(cannot_write(path, error, remedy)) from error
     for timeline in timelines:
         print(render.caption(timeline))

@@ -1,7 +1,7 @@
-"""The digest file of one rank: its format, its writer and its reader.
+"""One rank's digest file: its format, its writer and its reader.
 
-A file has one JSON value per line: first the header, then one line for each training step, which is
-written when the step is complete:
+A file has one JSON value per line: first the header, then one line per training step, written when
+the step is complete:
 
     {"format":4,"rank":3,"host":"node-1",...}
     {"step":7,"schedule":"zb-h1","records":[["forward",0,"decoder.layers.3.mlp","",2,1,"2F0",4096,
@@ -27,9 +27,9 @@ from megatron_ext.errors import DataError
 from megatron_ext.files import parse_json
 
 VARIABLE = "MEGATRON_EXT_DIGESTS"
-"""Environment variable: the folder for the digests of all ranks."""
+"""Environment variable: the folder for all ranks' digests."""
 ROUNDING = "MEGATRON_EXT_DIGESTS_ROUNDING"
-"""Environment variable: 1 to round the outputs of modules differently (`rounding.py`)."""
+"""Environment variable: 1 to round module outputs differently (`rounding.py`)."""
 OPERATORS = "MEGATRON_EXT_DIGESTS_OPERATORS"
 """Environment variable: the place whose operators are recorded instead of digests
 (`operator_files.py`)."""
@@ -42,7 +42,7 @@ Kind = Literal["forward", "backward", "weight gradient", "reduced gradient", "we
 
     forward           output of a module
     backward          gradient of a module's input; for the model as a whole, of its output
-    weight gradient   gradient of one parameter, summed over the micro-batches of this rank so far
+    weight gradient   gradient of one parameter, summed over this rank's micro-batches so far
     reduced gradient  gradient of one parameter, after the schedule has ended
     weights           one parameter after the step; for step 0, before the first step
 """
@@ -72,10 +72,10 @@ class Header:
     context_size: int = 1
     expert_size: int = 1
     loss_is_per_token: bool = False
-    """Whether gradients are divided by the number of tokens at the end of a step. Otherwise, the
-    loss of each micro-batch is a mean, divided by the number of micro-batches."""
+    """Whether gradients are divided by the number of tokens at the end of a step. Otherwise, each
+    micro-batch's loss is a mean, divided by the number of micro-batches."""
     schedule: str = MEGATRONS
-    """The schedule that the configuration asks for."""
+    """The schedule that the configuration requests."""
     slices: int = 1
     slice_tokens: int | str = 0
     """Number of tokens in a slice if micro-batches are sliced by length, or how this number is
@@ -86,7 +86,7 @@ class Header:
     precision: str = "float32"
     """The dtype of the parameters, or fp8 or fp4 if matrix products use that format."""
     rounded: bool = False
-    """Whether outputs were rounded differently in order to learn tolerances."""
+    """Whether outputs were rounded differently to learn tolerances."""
     format: int = FORMAT
 
 
@@ -143,7 +143,7 @@ def folder_asked_for() -> Path | None:
         if os.environ.get(name, "") not in ("", "0"):
             raise DataError(
                 f"{name} has no effect without {VARIABLE}; set that variable to a new folder, or "
-                f"leave {name} out"
+                f"remove {name} from the environment"
             )
     return None
 
@@ -157,7 +157,7 @@ def rounds_differently() -> bool:
     text = os.environ.get(ROUNDING, "")
     if text not in ("", "0", "1"):
         raise DataError(
-            f"{ROUNDING}={text} is neither 0 nor 1; set it to 1 or leave it out"
+            f"{ROUNDING}={text} is neither 0 nor 1; set it to 1 or unset it"
         )
     return text == "1"
 
@@ -178,20 +178,20 @@ class Writer:
             self._file: IO[str] = self.path.open("x", encoding="utf-8", newline="")
         except FileExistsError:
             raise DataError(
-                f"{VARIABLE}: {folder} already has digests of another run; use a new "
+                f"{VARIABLE}: {folder} already has digests from another run; use a new "
                 "folder for each run"
             ) from None
         except OSError as error:
             raise DataError(
                 f"{VARIABLE}: {folder} cannot be written: {error.strerror or error}; "
-                "use a folder that every rank can write"
+                "use a folder that every rank can write to"
             ) from error
         self._write(json.dumps(asdict(header)))
 
     def step(
         self, number: int, records: Sequence[Record], schedule: str | None = None
     ) -> None:
-        """Append a complete step, with the schedule that ran it; None: only weights are known."""
+        """Append a complete step, with the schedule that ran it; None if only weights are known."""
         text = json.dumps(records, separators=(",", ":"))
         self._write(
             f'{{"step":{number},"schedule":{json.dumps(schedule)},"records":{text},'
@@ -212,8 +212,8 @@ def read_folder(folder: Path, *, settings: str = "") -> list[RankFile]:
 
     Args:
         folder: The run's folder.
-        settings: Additional environment variables that the error message must recommend for such a
-            run.
+        settings: Additional environment variables that the error message should recommend for such
+            a run.
 
     Raises:
         DataError: There are no files, or one of them is damaged.
@@ -231,7 +231,7 @@ def read(path: Path) -> RankFile:
     """Return a file's content.
 
     Raises:
-        DataError: The file is damaged, or has another format version.
+        DataError: The file is damaged or has a different format version.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -243,22 +243,22 @@ def read(path: Path) -> RankFile:
     numbered_values = _parsed(path, complete_lines)
     try:
         _, header_fields = next(numbered_values)
-        # Check the format first, because another format may have other fields.
+        # Check the format first, because another format may have different fields.
         if header_fields.get("format") != FORMAT:
             raise _damaged(
                 path, 1, f"format {header_fields.get('format')}, not {FORMAT}"
             )
         content = RankFile(path, Header(**header_fields), is_cut=bool(remainder))
         for number, step in numbered_values:
-            # Encoding the parsed records again yields the text whose checksum was written. Python
-            # writes each float with enough digits to identify it.
+            # Re-encoding the parsed records yields the text whose checksum was written,
+            # because Python writes each float with enough digits to identify it.
             text = json.dumps(step["records"], separators=(",", ":"))
             if zlib.crc32(text.encode()) != step["crc"]:
                 raise _damaged(path, number, "its checksum is wrong")
             content.steps[step["step"]] = [
                 Record(*fields) for fields in step["records"]
             ]
-            # Earlier versions of this package did not record it.
+            # Earlier versions of this package did not record this.
             if schedule := step.get("schedule"):
                 content.schedules[step["step"]] = schedule
     except StopIteration:

@@ -1,15 +1,15 @@
 """Records digests of a run's tensors, to find the first tensor that differs from another run.
 
-Set `MEGATRON_EXT_DIGESTS=FOLDER` in the environment of any run to enable this: each rank then
+To enable this, set `MEGATRON_EXT_DIGESTS=FOLDER` in the environment of any run: each rank then
 writes `FOLDER/digests-rank-00000.jsonl` (`digest_files.py`), and
 `megatron_ext.tools.compare.locate` reads two such folders. A tensor's name does not depend on how
-the model is cut, on the schedule, on the wire or on the number of replicas: micro-batches are
-numbered within the global batch, and layers are numbered within the whole model.
+the model is split, the schedule, the wire or the number of replicas: micro-batches are numbered
+within the global batch, and layers within the whole model.
 
 The recorder observes modules through forward hooks and gradients through hooks on activations, so
-it also works with Megatron's own schedules. It does not hook weights: the runtime does not defer
-the gradient of a weight that has a hook (`runtime/split.py`), so hooks would change the recorded
-run. Instead, the recorder reads weight gradients after each action.
+it also works with Megatron's own schedules. Weights get no hooks: the runtime does not defer the
+gradient of a weight that has a hook (`runtime/split.py`), so hooks would change the recorded run.
+Instead, the recorder reads weight gradients after each action.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def subscribe(
     header = _header(configuration, chunks)
     if header.rounded and header.rank == 0:
         _log.warning(
-            "%s=1 changes the last digits of activations in this training", ROUNDING
+            "%s=1 changes the last digits of activations in this run", ROUNDING
         )
     place = place_asked_for()
     operators = None if place is None else OperatorRecorder(place, folder, header)
@@ -106,7 +106,8 @@ def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
     tensor_size = groups.get_tensor_model_parallel_world_size()
     data_size = groups.get_data_parallel_world_size()
     context_size = groups.get_context_parallel_world_size()
-    # Other processes of the program, such as those that only generate text, record nothing.
+    # The program's other processes, such as those that only generate text, record
+    # nothing.
     num_ranks = tensor_size * data_size * context_size
     num_ranks *= groups.get_pipeline_model_parallel_world_size()
     if job is not None:
@@ -215,18 +216,18 @@ class DigestRecorder(Observer):
         self._compute: StageCompute | None = None
         self._num_microbatches = 0
         self._number = 0
-        """The training step's number, counted over all resumed runs."""
+        """The training step's number, counted across resumed runs."""
         self._records: list[_Pending] = []
         """Records of the step in progress."""
         self._occurrences: Counter[tuple[Any, ...]] = Counter()
-        """How often each tensor was recorded in this step."""
+        """How many times each tensor was recorded in this step."""
         self._running: list[Action] = []
         """Actions in progress; for a pair, the forward action followed by the backward action."""
         self._position = 0
         self._deferred: frozenset[int] = frozenset()
         """Ids of the weights whose gradients the running W computes."""
         self._is_training = False
-        """Whether a schedule is running for training, not for an evaluation."""
+        """Whether a schedule is running for training rather than for an evaluation."""
         self._awaits_weights = False
         """Whether the schedule has finished but the step's new weights have not been recorded
         yet."""
@@ -246,7 +247,7 @@ class DigestRecorder(Observer):
 
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
         """Add hooks to the modules in a rank's chunks, once."""
-        # Every step calls this, usually with the same models as in the previous step.
+        # Every step calls this, usually with the same models as the previous step.
         if [chunk.model for chunk in self._chunks] == list(models):
             return
         self._remove_hooks()
@@ -271,7 +272,7 @@ class DigestRecorder(Observer):
             self._chunks.append(chunk)
 
     def begin_iteration(self, num_microbatches: int) -> None:
-        """Complete the previous step, and start recording."""
+        """Complete the previous step and start recording."""
         num_done = self._configuration.iteration
         if num_done is None:
             num_done = getattr(megatron_arguments(), "curr_iteration", self._number)
@@ -327,7 +328,7 @@ class DigestRecorder(Observer):
             self._end_step()
 
     def close(self) -> None:
-        """Complete the file, and remove all hooks from the model."""
+        """Complete the file and remove all hooks from the model."""
         atexit.unregister(self.close)  # atexit would keep the configuration alive
         if self._awaits_weights:
             self._end_step()
@@ -347,12 +348,12 @@ class DigestRecorder(Observer):
                 )
 
     def _write(self, number: int) -> None:
-        """Read the results from the device, between two steps, and write them.
+        """Read the results from the device between two steps and write them.
 
         Steps without records are written too, for example on a forward rank whose stage is computed
         by the backward rank, because the reader skips a step unless all ranks have completed it.
         """
-        # Copy all fingerprints to the host with two transfers, instead of two for each record.
+        # Copy all fingerprints to the host in two transfers instead of two per record.
         fingerprints = [record.fingerprint for record in self._records]
         bits: list[int] = []
         sizes: list[list[float]] = []
@@ -410,7 +411,7 @@ class DigestRecorder(Observer):
             self._operators.begin_action(self._number, microbatch, action)
 
     def end_action(self, position: int, action: Action) -> None:
-        """Record the weight gradients to which an action has added."""
+        """Record the weight gradients that an action has added to."""
         if not self._is_training:
             return
         if self._operators is not None:
@@ -443,14 +444,14 @@ class DigestRecorder(Observer):
                 self._add("weight gradient", weight.name, gradient, action, position)
 
     def _chunk_of(self, stage: int) -> int:
-        """Return the chunk of a stage on this rank."""
+        """Return the index of a stage's chunk on this rank."""
         if self._compute is not None:
             return self._compute.table.schedule.placement.chunk_of(stage)
         # Megatron's own schedules distribute stages round-robin.
         return int(stage // groups.get_pipeline_model_parallel_world_size())
 
     def _stage_of(self, index: int) -> int:
-        """Return the stage of a chunk on this rank."""
+        """Return the stage of this rank's chunk `index`."""
         rank = groups.get_pipeline_model_parallel_rank()
         pipeline = self._configuration.pipeline
         if pipeline is not None:
@@ -523,7 +524,7 @@ class DigestRecorder(Observer):
     def _watched_action(self) -> Action | None:
         """Return the action whose modules are running; None outside of training steps.
 
-        During recomputation the action is a backward action, so outputs are not recorded a second
+        During recomputation, the action is a backward action, so outputs are not recorded a second
         time.
         """
         if not (self._is_training and self._running):
@@ -696,7 +697,7 @@ def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
 
 def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """Return the gradient accumulated by a step's backward passes; None if there is none."""
-    # Megatron's DDP accumulates in `main_grad`, and clears `grad` in a hook.
+    # Megatron's DDP accumulates in `main_grad` and clears `grad` in a hook.
     gradient = getattr(parameter, "main_grad", None)
     return parameter.grad if gradient is None else gradient
 
@@ -708,7 +709,8 @@ def _layers_of(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return the outermost modules with a layer number, by path."""
     layers: dict[str, torch.nn.Module] = {}
     for path, module in root.named_modules():
-        # A layer for multi-token prediction contains a transformer layer, which has a number too.
+        # A multi-token prediction layer contains a transformer layer, which has a
+        # number too.
         is_inside = any(path.startswith(f"{outer}.") for outer in layers)
         if (
             isinstance(getattr(module, "layer_number", None), int)
@@ -720,7 +722,7 @@ def _layers_of(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _global_path(path: str, layer: Any) -> str:
-    """Return a layer's path, with its number in the whole model instead of in the chunk."""
+    """Return a layer's path, with its number in the whole model rather than in the chunk."""
     match = _LAYER_INDEX.fullmatch(path)
     return path if match is None else f"{match[1]}.{layer.layer_number - 1}"
 
@@ -777,7 +779,7 @@ def _weights_of(model: torch.nn.Module, weight_ids: set[int]) -> Iterator[_Weigh
 def _shards_of(model: torch.nn.Module) -> dict[int, slice]:
     """Return the elements that this rank updates, by parameter id; empty if it updates all.
 
-    Megatron's distributed optimizer cuts each bucket into equal parts, one for each replica.
+    Megatron's distributed optimizer splits each bucket into equal parts, one per replica.
     """
     settings = getattr(model, "ddp_config", None)
     if not getattr(settings, "use_distributed_optimizer", False):
@@ -794,7 +796,8 @@ def _shards_of(model: torch.nn.Module) -> dict[int, slice]:
             for parameter, (first, end) in bucket.param_to_index.items():
                 shard_begin = max(begin, first) - first
                 shard_end = min(begin + length, end) - first
-                # A parameter outside of this rank's part has no elements here. Without `max`, its
-                # end could be negative, and a negative index counts from the back.
+                # A parameter outside of this rank's part has no elements here. Without
+                # `max`, its end could be negative, and a negative index counts from the
+                # end.
                 shards[id(parameter)] = slice(shard_begin, max(shard_begin, shard_end))
     return shards

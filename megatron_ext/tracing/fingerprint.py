@@ -1,4 +1,4 @@
-"""Tensor fingerprints: a hash of the bits, and values that show how far two tensors differ.
+"""Tensor fingerprints: a hash of the bits, and values that show how much two tensors differ.
 
 Fingerprints are computed on the tensor's device, without copying the tensor to the host. A
 fingerprint consists of two small tensors, which the caller reads when the device is idle anyway.
@@ -20,8 +20,8 @@ _COLUMNS = 16384
 """Columns of the matrix that a large tensor is viewed as. Sums over the rows reach memory speed
 only if rows are this long."""
 _BLOCK_WORDS = {"cpu": 1 << 18, "other": 1 << 26}
-"""Number of words that are hashed at a time: on a CPU they fit into the cache, and on other devices
-they limit the temporary memory."""
+"""Number of words that are hashed at a time: on a CPU, they fit in the cache; on other devices,
+this limits temporary memory."""
 # An odd constant with irregular bits, 2^64 divided by the golden ratio, as a signed 64-bit number.
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 
@@ -47,7 +47,7 @@ class Fingerprint(NamedTuple):
     threads."""
     sizes: torch.Tensor
     """`[1 + NUM_PROJECTIONS]`, float32: the norm, then projections onto fixed vectors. The
-    difference of two tensors' projections estimates the norm of the tensors' difference."""
+    difference between two tensors' projections estimates the norm of the tensors' difference."""
 
     @property
     def text(self) -> str:
@@ -62,7 +62,7 @@ def bits_text(bits: int) -> str:
 
 
 class Fingerprints:
-    """Computes fingerprints, and caches the constants that they need."""
+    """Computes fingerprints and caches the constants that they need."""
 
     def __init__(self) -> None:
         self._native = native_fingerprint()
@@ -90,8 +90,7 @@ class Fingerprints:
     ) -> Fingerprint:
         """Return the fingerprint of a float32 matrix in host memory.
 
-        The native core reads the matrix once, and takes a fifth of the time that torch's operators
-        need.
+        The native core reads the matrix once and is five times as fast as torch's operators.
         """
         shape = num_rows, num_columns = matrix.shape[0], matrix.shape[1]
         device = matrix.device
@@ -145,7 +144,7 @@ class Fingerprints:
         return self._factors[key]
 
     def _weights_of(self, name: str, count: int, device: torch.device) -> torch.Tensor:
-        """Return `[NUM_PROJECTIONS, count]` values of either sign, whose mean square is 1.
+        """Return `[NUM_PROJECTIONS, count]` values of either sign with a mean square of 1.
 
         Their magnitudes vary, because equal numbers of 1 and -1 would cancel and hide a difference
         that is the same in all rows. No value is near 0, which would hide a difference in a single
@@ -177,7 +176,7 @@ class _Sums:
 
     def __init__(self, first_words: torch.Tensor, num_values: int) -> None:
         self.words = torch.zeros_like(first_words[0])
-        """`[columns]`, int32: sums of mixed words. They wrap around, because wider sums take
+        """`[columns]`, int32: sums of mixed words, which wrap around because wider sums take
         several times as long."""
         self.values = torch.zeros(
             NUM_PROJECTIONS, num_values, device=first_words.device
@@ -193,9 +192,9 @@ class _Sums:
     ) -> None:
         """Add a block's words, mixed with the column factors and the row terms.
 
-        A sum of the words themselves would miss an equal change to all of them: flipped signs add
-        2 ** 31 to each word, and an even number of words adds up to 0. So each word is first mixed
-        by a nonlinear function that depends on its position.
+        A sum of the words themselves would miss a change that is the same in all of them: flipping
+        the signs adds 2 ** 31 to each word, which adds up to 0 over an even number of words. So
+        each word is first mixed by a nonlinear function that depends on its position.
         """
         # Reuse the buffers, because they are in the cache.
         mixed, shifted = self._mixed[: len(words)], self._shifted[: len(words)]

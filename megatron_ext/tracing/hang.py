@@ -1,10 +1,10 @@
-"""Terminates a hanging job, and names the rank that blocks it.
+"""Terminates a hanging job and names the rank that blocks it.
 
-A thread on each rank checks whether the training thread makes progress. If the training thread
-makes no progress within the time-out, the rank raises an alarm in the job's store. All ranks then
-publish their states there. One rank works out from the states which rank waits for which, and all
-ranks stop with that verdict. Calls to the store may block forever, so a second thread terminates
-the rank if the store does not answer.
+A thread on each rank checks that the training thread is making progress. If there is no progress
+within the time-out, the rank raises an alarm in the job's store. All ranks then publish their
+states there. From these states, one rank works out which rank waits for which, and all ranks stop
+with that verdict. Calls to the store may block forever, so a second thread terminates the rank if
+the store does not answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ANSWER_S = 5.0
 _MAX_NAMED = 4
 """Maximum number of awaited ranks in a message."""
 _SIGNAL = signal.SIGRTMIN + 7
-"""Interrupts system calls of the training thread. No other code uses this signal."""
+"""Interrupts the training thread's system calls. No other code uses this signal."""
 
 OUTSIDE = "is between training steps"
 _SILENT = "its process is gone, stopped, or cut off from the network"
@@ -64,7 +64,7 @@ class RankState(NamedTuple):
     enters any."""
     runs_collective: bool = False
     """Whether the training thread is inside a torch.distributed call that only other ranks can
-    unblock. On a device, such calls return at once, so this is False."""
+    unblock. On a device, such calls return immediately, so this is False."""
 
     def __str__(self) -> str:
         """Return the state in one line."""
@@ -145,8 +145,8 @@ def explain(
             break
         steps = state.waits_for
         if state.in_collective:
-            # The rank waits for ranks that have entered fewer collectives, and for ranks without a
-            # state.
+            # The rank waits for ranks that have entered fewer collectives and for ranks
+            # without a state.
             passed = [
                 other for other in states if states[other].entered >= state.entered
             ]
@@ -160,7 +160,8 @@ def explain(
         if not steps:
             parts.append(f"{state.activity} {state.lasting}")
             break
-        # Prefer a rank that is not on the path yet. If there is none, the path has become a circle.
+        # Prefer a rank that is not on the path yet. If there is none, the path has
+        # become a cycle.
         fresh = [step for step in steps if step[0] not in path]
         rank, of_rank = (fresh or steps)[0]
         if of_rank:
@@ -169,7 +170,7 @@ def explain(
             parts.append(f"{state.activity} and waits there for rank {rank}")
         if not fresh:
             circle = path[path.index(rank) :]
-            parts.append("appears above: the tables of these ranks do not match")
+            parts.append("appears above: these ranks' tables do not match")
             return Verdict(
                 f"rank {start} {', which '.join(parts)}", tuple(sorted(circle))
             )
@@ -213,12 +214,12 @@ def process_state(host: str, pid: int) -> str:
     if status == psutil.STATUS_ZOMBIE:
         return f"its process {pid} on {host} has ended"
     if status == psutil.STATUS_DISK_SLEEP:
-        return f"its process {pid} on {host} waits for a device or a file system"
-    return f"its process {pid} on {host} runs, but is cut off from the network"
+        return f"its process {pid} on {host} is waiting for a device or a file system"
+    return f"its process {pid} on {host} is running, but cut off from the network"
 
 
 def _connected_again(store: Any) -> Any:
-    """Return the store for this attempt of the job, over a new connection."""
+    """Return the store for this attempt at the job, over a new connection."""
     from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
     connection: Any
@@ -246,9 +247,9 @@ class Watchdog:
     Args:
         now: Returns the current state, an object that the training thread replaces but never
             modifies.
-        timeout_s: Seconds without a change of state after which the rank is considered stuck.
+        timeout_s: Seconds without a state change after which the rank is considered stuck.
         ends_process: Whether to terminate the process if the error is not raised within a few
-            seconds. Otherwise, the caller has to terminate it.
+            seconds. Otherwise, the caller must terminate it.
     """
 
     def __init__(
@@ -337,9 +338,9 @@ class Watchdog:
 
     def _watch(self, store: Any, rank: int, num_ranks: int) -> None:
         """Periodically check the training thread and the other ranks' alarms."""
-        # A stopped rank cannot publish its state later, so publish its process now, for other ranks
-        # to inspect. Don't publish in the training thread: a store that does not answer blocks its
-        # callers.
+        # A stopped rank cannot publish its state later, so publish its process now, for
+        # other ranks to inspect. Do not publish in the training thread: a store that
+        # does not answer blocks its callers.
         with suppress(RuntimeError):
             store.set(
                 f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()])
@@ -370,7 +371,7 @@ class Watchdog:
         return now.activity != OUTSIDE and time.monotonic() - now.since_s >= limit_s
 
     def _ask(self, store: Any, rank: int, num_ranks: int) -> Verdict:
-        """Publish this rank's state, collect the states of all ranks, and agree on the cause."""
+        """Publish this rank's state, collect all ranks' states, and agree on the cause."""
         state = self._state(rank)
         _LOG.error("%s", state)
         store.set(f"state/{rank}", json.dumps(state._asdict()))
@@ -414,7 +415,7 @@ class Watchdog:
     def _state(self, rank: int) -> RankState:
         """Return this rank's state, with the innermost line outside of torch and this package."""
         where = ""
-        # Walk from the innermost frame outwards, to the first frame that is informative.
+        # Walk outwards from the innermost frame until a frame is informative.
         frame = sys._current_frames().get(self._training)
         runs_collective = False
         while frame is not None and not where:

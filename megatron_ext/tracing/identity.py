@@ -1,4 +1,4 @@
-"""Provides this rank's identity and its run's settings, for the first line of its trace file."""
+"""Provides this rank's identity and its run's settings for the first line of its trace file."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _clock_name() -> str:
 
 
 def settings_of(configuration: Active, args: Any) -> dict[str, Any]:
-    """Return versions, and the settings that may explain a duration."""
+    """Return versions and the settings that may explain a duration."""
     settings: dict[str, Any] = {}
     for name in _SETTINGS:
         value = getattr(args, name, None)
@@ -179,4 +179,4 @@ def _schedule(configuration: Active, args: Any) -> Schedule | None:
     try:
         return generate(default_schedule(chunks), pp, num_microbatches, chunks)
     except ScheduleError:
-        return None  # Megatron accepts sizes for which we have no table
+        return None  # Megatron accepts sizes that we have no table for

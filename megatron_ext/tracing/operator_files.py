@@ -1,7 +1,7 @@
 """Operators that one rank runs inside a module: which place to record, and the file format.
 
-A file has one JSON value per line: first the header, then one line for each operator, in the order
-in which they ran:
+A file has one JSON value per line: first the header, then one line per operator, in execution
+order:
 
     {"rank":0,"host":"node-1","tensor":0,"context":0,"action":"2F0","place":"1:0:forward:...",
      "format":3}
@@ -48,7 +48,7 @@ class Place:
 
     @classmethod
     def parsed(cls, text: str) -> Place:
-        """Return the place for a text in the format of `str(place)`.
+        """Return the place that a text describes, in the format of `str(place)`.
 
         Raises:
             DataError: The text is not a place.
@@ -76,7 +76,7 @@ def place_asked_for() -> Place | None:
     if not text:
         return None
     if reason := why_unavailable():
-        raise DataError(f"{OPERATORS}: {reason}; leave it out")
+        raise DataError(f"{OPERATORS}: {reason}; unset it")
     return Place.parsed(text)
 
 
@@ -90,9 +90,7 @@ def why_unavailable() -> str:
         return "torch is not installed"
     major, minor = installed.split(".")[:2]
     if (int(major), int(minor)) < _FIRST_TORCH:
-        return (
-            f"operators are recorded by torch 2.10 and later, and torch is {installed}"
-        )
+        return f"recording operators requires torch 2.10 or later, but torch is {installed}"
     return ""
 
 
@@ -103,8 +101,7 @@ class Operator(NamedTuple):
     shapes: list[list[int]]
     """Shapes of the floating-point results."""
     bits: str
-    """This, `norm` and `projections` are those of the first floating-point result, as in a digest.
-    """
+    """Like `norm` and `projections`, of the first floating-point result, as in a digest."""
     norm: float
     projections: list[float]
 
@@ -148,7 +145,7 @@ def read_folder(folder: Path) -> dict[tuple[int, int], OperatorFile]:
     """Return a run's files, by tensor- and context-parallel rank; empty if there are none.
 
     Raises:
-        DataError: A file is damaged, or has another format version.
+        DataError: A file is damaged or has a different format version.
     """
     contents = {}
     for path in sorted(folder.glob(FILE_NAME.format(0).replace("00000", "*"))):

@@ -56,7 +56,7 @@ class OperatorRecorder:
         """Active during the action."""
         self._action: Action | None = None
         self._recorded: dict[int, list[Operator]] = {}
-        """Slice of the micro-batch -> its operators, in the order in which they ran."""
+        """Slice of the micro-batch -> its operators, in execution order."""
 
     def begin_action(self, iteration: int, microbatch: int, action: Action) -> None:
         """Record an action's operators if the place is in this action.
@@ -76,8 +76,8 @@ class OperatorRecorder:
             or self._mode
         ):
             return
-        # Import it here, because recording digests does not need it and also works with older
-        # releases of torch.
+        # Import this here, because recording digests does not need it and also works
+        # with older torch releases.
         from torch.utils._debug_mode import DebugMode
 
         self._operators.clear()

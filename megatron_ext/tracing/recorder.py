@@ -39,7 +39,8 @@ _PARTS = ("stage", "microbatch", "slice", "part", "header")
 _EXCHANGES = 1000
 """Added to a rank's row number to get its second row: the stream for exchanges between experts."""
 
-# Called once for each iteration, because encoding each span separately would slow down training.
+# Called once per iteration, because encoding each span separately would slow down
+# training.
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
@@ -65,12 +66,12 @@ class HostClock:
         return time.monotonic_ns()
 
     def resolve(self, stamps: list[int], _timeout_s: float | None) -> list[int]:
-        """Return the times of stamps without waiting, because all of them have passed."""
+        """Return the stamps' times without waiting, because all of them have passed."""
         return stamps
 
 
 class DeviceClock:
-    """Times in a device's stream, by timing events.
+    """Times in a device's stream, measured with timing events.
 
     A stamp marks the completion of all earlier work.
     """
@@ -114,7 +115,7 @@ class DeviceClock:
 
 
 class Recorder:
-    """The trace of one rank.
+    """One rank's trace.
 
     The first traced iteration creates the file, because the ranks in the groups are known by then.
     If the disk is full, tracing stops with a warning and training continues.
@@ -123,7 +124,8 @@ class Recorder:
         identity: Returns the run's folder, this rank's header and, on the first rank, the table for
             a full batch, if there is one.
         clock: The host's clock or a device's clock.
-        sampling: The iterations to record: the first few in each interval. None records none.
+        sampling: The iterations to record: the first few in each interval; if None, no iterations
+            are recorded.
     """
 
     def __init__(
@@ -188,8 +190,8 @@ class Recorder:
         """
         if not self.active:
             return
-        # Clear this first: if the device has failed, the lines below raise an error, and must not
-        # run again at exit.
+        # Clear this first: if the device has failed, the lines below raise an error and
+        # must not run again at exit.
         self.active = False
         end = self._clock.stamp()  # exclude our own work below
         # Take the spans out first, so that they are dropped if the device has failed.
@@ -239,10 +241,10 @@ class Recorder:
         return event
 
     def _message_number(self, attributes: Mapping[str, Any]) -> int:
-        """Return the number by which viewers connect a message's two ends with an arrow.
+        """Return the number that viewers use to connect a message's two ends with an arrow.
 
-        Sender and receiver compute it independently. Unlike hashes of strings, Python's hashes of
-        integers are the same in every process. JavaScript can represent 53-bit integers.
+        The sender and the receiver compute it independently. Unlike string hashes, Python's integer
+        hashes are the same in every process. JavaScript can represent 53-bit integers.
         """
         ends = attributes.get("from", self._rank), attributes.get("to", self._rank)
         parts = (attributes.get(key, 0) for key in _PARTS)
@@ -287,12 +289,12 @@ class Recorder:
                 return
             raise UserError(
                 f"--trace cannot write {self._path}: {error.strerror}; choose another folder with "
-                f"--trace-dir, or leave --trace out"
+                f"--trace-dir, or remove --trace"
             ) from error
         self._rank = header.rank
         process = header.data * header.sizes[1] + header.pipeline
         self._row = {"pid": process, "tid": header.tensor}
-        # Leave out the closing bracket, because further lines continue the list.
+        # Omit the closing bracket, because later lines continue the list.
         self._put(f"{_encode(self._first_events(header))[:-1]}\n")
 
     def _first_events(self, header: Header) -> list[dict[str, Any]]:

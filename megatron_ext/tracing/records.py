@@ -5,8 +5,8 @@ Folders and files have the same names as in MegatronApp's DPP:
     benchmark/data-2-pipeline-4-tensor-1-dpp-True/benchmark-data-0-pipeline-3-tensor-0.json
 
 A file is a JSON list of Chrome-trace events, which Perfetto can open. The first line describes the
-rank and the run. Each further line contains one iteration's spans, on the rank's clock, followed by
-the iteration itself with its values (shown as two lines here):
+rank and the run. Each subsequent line contains one iteration's spans, on the rank's clock, followed
+by the iteration itself with its values (shown as two lines here):
 
     [{"name":"run","ph":"M","args":{"format":5,"rank":3,...}},...
     ,{"name":"forward 0","cat":"forward","ph":"X","pid":3,"tid":0,"ts":81.2,"dur":7.9,"args":{...}}
@@ -21,7 +21,7 @@ The category (`cat`) is the type of a span. Attributes by category (slice 0 is o
     send, receive  to, or from (global ranks), for (F: an activation, B: a gradient), stage that
                    needs it, microbatch, slice, bytes; `bind_id` joins the two ends of a message
     wait           cause (input, slot, leader, credit); all but slot: on (the global rank), for,
-                   stage, microbatch, slice, as far as one message ended it
+                   stage, microbatch, slice, if a message ended the wait
     exchange       (of tokens with other experts, in a separate stream) of (F, B or I), stage,
                    microbatch, layer (its index within the stage)
     reduce, optimizer, weights
@@ -72,8 +72,8 @@ class Header:
     sizes: tuple[int, int, int]
     """Sizes of the data (with context), pipeline and tensor groups."""
     num_ranks: int
-    """Number of ranks in the job. It may differ from the product of `sizes`, because forward ranks
-    in a disaggregated job may have no tensor parallelism."""
+    """Number of ranks in the job, which may differ from the product of `sizes`, because forward
+    ranks in a disaggregated job may have no tensor parallelism."""
     host: str = ""
     clock: str = ""
     """The clock's name. Times from ranks with the same clock can be compared; each boot of a host

@@ -1,9 +1,9 @@
-"""Rounds module outputs differently, to learn how much rounding changes a training run.
+"""Rounds module outputs differently to learn how much rounding changes a training run.
 
-Two runs that sum in different orders differ by rounding. A run with random changes in the last
-digits of outputs shows how such differences grow through a model's layers and steps, with its data
-and in its precision. The changes do not depend on any order, so tolerances learned from such a run
-do not hide a wrong order.
+Two runs that sum in different orders differ by rounding errors. A run with random changes in the
+last digits of its outputs shows how such differences grow through the model's layers and steps,
+with its data and precision. The changes do not depend on any order, so tolerances learned from such
+a run do not hide a wrong order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reports bubble, traffic and order since the last log line to TensorBoard and W&B.
+"""Reports the bubble, traffic and order since the last log line to TensorBoard and W&B.
 
 Every rank counts the work in its steps. At each log line, an all-reduce of a few numbers sums the
 counts over all ranks. Only runs with `--trace` or a writer pay for this additional collective. The
@@ -23,8 +23,9 @@ _WRITERS = ("tensorboard_dir", "wandb_project")
 _SHOWN = "MEGATRON_EXT_STEP_BUBBLE"
 """Environment variable that programs set to 1 on all ranks if they show `upstream/person_view.py`
 instead of the log."""
-# Share of the pipelines' time in which ranks are idle; bytes of activations and gradients that all
-# ranks send per second; share of the actions that ran before an earlier action in the table.
+# Fraction of the pipelines' time in which ranks are idle; bytes of activations and
+# gradients that all ranks send per second; fraction of actions that ran before an
+# earlier action in the table.
 _BUBBLE, _SENT, _JUMPED = (
     "pipeline/bubble",
     "pipeline/sent bytes per s",
@@ -44,9 +45,9 @@ def are_asked_for(settings: Mapping[str, Any]) -> bool:
 
 
 def report(iteration: int, writer: Any, wandb: Any) -> None:
-    """Write the scalars for a log line, with the writers that this rank has.
+    """Write the scalars for a log line to the writers that this rank has.
 
-    The rank that logs to a terminal also prints a line. This is collective over all ranks.
+    The rank that logs to a terminal also prints a line. Collective over all ranks.
     """
     import torch.distributed as dist
 
@@ -91,7 +92,7 @@ def since_last() -> dict[str, float] | None:
     ]  # fmt: skip
     now_s = time.monotonic()
     runtimes = in_force()
-    # At the first call, use the time within steps as the elapsed time.
+    # On the first call, use the time within steps as the elapsed time.
     last_s, last_counts = runtimes.last_counts or (
         now_s - work.wall_s,
         [0.0] * len(counts),
@@ -99,7 +100,7 @@ def since_last() -> dict[str, float] | None:
     runtimes.last_counts = now_s, counts
     new = [count - last for count, last in zip(counts, last_counts, strict=True)]
     new.append(now_s - last_s)
-    # The backend of the default group accepts only tensors on its device.
+    # The default group's backend only accepts tensors on its device.
     backend = devices.current()
     device = backend.torch_device(dist.get_node_local_rank(0))
     # Give each rank a row, so that the sum gathers all values, including the largest wall time.

@@ -35,15 +35,15 @@ _OFFLOADING = "cpu_offloading", "fine_grained_activation_offloading"
 _CAUSES = {"D": "leader", "C": "credit"}
 """Message kind -> cause of a wait for it; for all other kinds, the cause is `input`."""
 _STUCK_S = 5.0
-"""Time that the device has, after an error, to finish the step's traced work."""
+"""How long the device has after an error to finish the step's traced work."""
 _COLLECTIVES = {
-    "reduce": "the reduction of gradients",
+    "reduce": "the gradient reduction",
     "optimizer": "the optimizer step",
 }
 
 
 def subscribe(configuration: Active) -> None:
-    """Add the observer that a configuration or Megatron's telemetry needs, once.
+    """Add the observer that a configuration or Megatron's telemetry needs, unless already added.
 
     Call it before the first step, when Megatron's process groups exist.
     """
@@ -59,8 +59,8 @@ def subscribe(configuration: Active) -> None:
     session = Session(configuration)
     session.has_spans = has_spans
     if timeout_s is not None:
-        # With in-process restarts, do not terminate processes: NVRx terminates the stuck rank, and
-        # restarts the ranks that wait for it.
+        # With in-process restarts, do not terminate processes: NVRx terminates the
+        # stuck rank and restarts the ranks that wait for it.
         restarts_in_process = active.attempt() is not None
         session.watchdog = Watchdog(
             lambda: session.state, timeout_s, ends_process=not restarts_in_process
@@ -74,7 +74,7 @@ def subscribe(configuration: Active) -> None:
 
 
 class Session(Observer):
-    """Observes the training steps of this process, their actions and their messages."""
+    """Observes this process's training steps, with their actions and messages."""
 
     def __init__(self, configuration: Active) -> None:
         self.recorder = Recorder(lambda: identity_of(configuration), sampling=None)
@@ -99,12 +99,12 @@ class Session(Observer):
             tuple[Any, Callable[[Mapping[str, Any]], None] | None]
         ] = []
         """Nested spans in progress: the start stamp (None if not recorded), and the function that
-        ends the span in Megatron's telemetry. Plain tuples, because every event of a step creates
+        ends the span in Megatron's telemetry. Plain tuples, because every event in a step creates
         one."""
         self._collectives = 0
         """Nesting depth of the collectives in progress."""
         self._number = 0
-        """The training step's number, counted over all resumed runs."""
+        """The training step's number, counted across resumed runs."""
 
     def close(self) -> None:
         """Close the recorder's file and stop the watchdog's threads."""
@@ -118,8 +118,8 @@ class Session(Observer):
 
     def begin_iteration(self, num_microbatches: int) -> None:
         """Start watching and recording a step."""
-        # Don't just count: Megatron skips iterations, and may repeat one. Bridge and programs that
-        # pass an iteration have stored its number in the configuration.
+        # Do not just count: Megatron skips iterations and may repeat one. Bridge and
+        # programs that pass an iteration have stored its number in the configuration.
         previous_number = self._number
         num_done = self._configuration.iteration
         if num_done is None:
@@ -139,13 +139,13 @@ class Session(Observer):
         self.recorder.notes["microbatches"] = num_microbatches
 
     def end_schedule(self) -> None:
-        """Stop watching. Megatron's optimizers resume watching; others report nothing."""
+        """Stop watching. Megatron's optimizers resume watching; other optimizers report nothing."""
         self._report(OUTSIDE)
 
     def end_iteration(self) -> None:
         """Write the step's remaining data."""
         self._compute = None
-        # After an error, the collective and span counts are not balanced.
+        # After an error, the collective and span counts are unbalanced.
         self._collectives = 0
         failed = bool(self._open_spans)
         while self._open_spans:
@@ -163,7 +163,8 @@ class Session(Observer):
                     total_bytes = sum(self._activation_bytes.values())
                     notes["activation_bytes"] = total_bytes // len(stages)
                 self._now("waits until its device has finished the step")
-                # After an error, the device may never finish, so don't wait for it forever.
+                # After an error, the device may never finish, so do not wait for it
+                # forever.
                 timeout_s = _STUCK_S if failed else None
                 self.recorder.end_iteration(timeout_s)
         finally:
@@ -198,7 +199,7 @@ class Session(Observer):
             self.recorder.notes.setdefault("lengths", {})[microbatch] = size
 
     def begin_step(self, compute: StageCompute) -> None:
-        """Keep the object that holds a step's activations, and record the slice sizes."""
+        """Keep the object that holds a step's activations and record the slice sizes."""
         self._compute = compute
         slice_sizes = compute.table.schedule.slice_sizes
         if self.recorder.active and slice_sizes:
@@ -252,7 +253,7 @@ class Session(Observer):
             self._activation_bytes[stage, slice_index] = kept_bytes(outputs, model)
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
-        """Record how far the step deviated from the table's order."""
+        """Record how much the step deviated from the table's order."""
         self._compute = None
         if self.recorder.active:
             self.recorder.notes["out_of_order"] = num_out_of_order(executed)
@@ -287,7 +288,7 @@ class Session(Observer):
     def end_receive(
         self, message: Message, source: int, num_bytes: int, waited_s: float
     ) -> None:
-        """Record a receive, and the wait at its start."""
+        """Record a receive and the wait at its start."""
         begin, end_span = self._open_spans.pop()
         message_attributes = _attributes_of(message)
         received = {"from": source, **message_attributes, "bytes": num_bytes}
@@ -314,7 +315,7 @@ class Session(Observer):
     def begin_wait(self, cause: WaitsFor) -> None:
         """Report the events that the rank waits for."""
         if cause == "slot":
-            self._now("waits until a message that it sent is received")
+            self._now("waits until a peer receives a message that it sent")
         else:
             waits = [
                 (source, made_by(message))
@@ -324,7 +325,7 @@ class Session(Observer):
         self._begin("wait")
 
     def end_wait(self, cause: WaitsFor, arrived: Sequence[Message]) -> None:
-        """Record a wait, and the message that ended it."""
+        """Record a wait and the message that ended it."""
         attributes: dict[str, Any] = {"cause": cause}
         if arrived and arrived[0] in self._outstanding:
             attributes["on"] = self._outstanding[arrived[0]]
@@ -379,7 +380,7 @@ class Session(Observer):
 
 
 def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -> int:
-    """Return the bytes of all storages that the outputs' graph keeps, except weights.
+    """Return the total size in bytes of the storages that the outputs' graph keeps, except weights.
 
     Hooks for saved tensors would be simpler, but they pass copies of the parameters to the backward
     pass, and the copies lack the attributes that Megatron sets on parameters.
@@ -398,7 +399,7 @@ def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -
 
 
 def _saved_tensors(outputs: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that the graph nodes of these outputs keep, possibly several times."""
+    """Yield the tensors that these outputs' graph nodes keep, possibly several times."""
     # Visit each node once, because several paths may lead to the same node.
     queue: list[Any] = []
     for output in outputs:

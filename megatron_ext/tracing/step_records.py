@@ -57,7 +57,7 @@ class StepRecord(Observer):
         self._is_carried = False
         """Whether our transport carried the messages of the current step."""
         self._num_slices: int | None = None
-        """Number of slices of the most finely cut micro-batch; None unless slices depend on
+        """Number of slices in the most finely sliced micro-batch; None unless slices depend on
         lengths."""
 
     def connected(self, wires: Mapping[int, str]) -> None:
@@ -97,7 +97,7 @@ class StepRecord(Observer):
         """Append a step that has just finished.
 
         Args:
-            iteration: The step's number, counted over all resumed runs.
+            iteration: The step's number, counted across resumed runs.
             losses: One-element tensors, by name; empty except on the last stage.
             gradient_norm: A number, a one-element tensor, or None if it was not computed.
             skipped: Whether the optimizer skipped the weight update; None if this rank has no
@@ -130,7 +130,7 @@ class StepRecord(Observer):
         self._append(step)
         self._num_steps += 1
         self._num_departures = len(self._configuration.departures)
-        # Forget these now: a step that no table runs reports nothing.
+        # Reset these now: a step that is not run by a table reports nothing.
         self._schedule = MEGATRONS
         self._is_carried = False
         self._num_slices = None
@@ -166,7 +166,7 @@ def _header() -> dict[str, Any]:
 def requested() -> StepRecord | None:
     """Return this process's record; None if the environment does not request one.
 
-    The first call for a configuration creates its record. Make it before the first step.
+    The first call for a configuration creates its record; make that call before the first step.
     """
     folder = os.environ.get(FOLDER)
     if not folder:
@@ -179,8 +179,8 @@ def requested() -> StepRecord | None:
     for observer in in_force.observers:
         if isinstance(observer, StepRecord):
             return observer
-    # Use the launcher's number, because torch.distributed numbers each role of a disaggregated job
-    # from 0.
+    # Use the launcher's rank, because torch.distributed numbers the ranks of each role
+    # in a disaggregated job from 0.
     path = Path(folder) / f"rank-{os.environ.get('RANK', '0')}.jsonl"
     record = StepRecord(in_force, path, int(os.environ[LIMIT]))
     in_force.observers.append(record)

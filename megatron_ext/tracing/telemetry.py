@@ -14,7 +14,8 @@ _ACTIONS, _MESSAGES = "microbatch", "communication"
 
 def is_on() -> bool:
     """Return whether Megatron, or another host, has enabled spans for actions or messages."""
-    # Don't import the module: if telemetry is set up, the host has imported it.
+    # Do not import the module: if telemetry is set up, the host has already imported
+    # it.
     state = sys.modules.get("nemo.lens.state")
     return state is not None and any(
         map(state.is_span_group_enabled, (_ACTIONS, _MESSAGES))

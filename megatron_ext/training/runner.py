@@ -49,7 +49,7 @@ _DUMPS_STACKS = "megatron.core.inference.data_parallel_inference_coordinator"
 
 
 def choose(script: str) -> Path | None:
-    """Return a script's file (`find_script`), and select the tree that contains it."""
+    """Return a script's file (`find_script`) and select the tree that contains it."""
     path = find_script(script)
     if path is not None and upstream.is_tree(path.parent):
         # Everything else in this process, and all of its child processes, find the tree through
@@ -71,8 +71,8 @@ def execute(script: Path | None) -> None:
 
         wheel.main()
         return
-    # As with `python SCRIPT`, let the script import the modules beside it. Our import finder still
-    # ignores the tree's megatron.core.
+    # As with `python SCRIPT`, let the script import the modules next to it. Our import
+    # finder still ignores the tree's megatron.core.
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
 
@@ -82,7 +82,7 @@ def _address_of_one() -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1" or "MASTER_ADDR" in os.environ:
         return
     with socket.socket() as probe:
-        # A fixed port would make two trainings on one host connect to each other.
+        # A fixed port would make two training runs on one host connect to each other.
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     for name, value in (
@@ -106,7 +106,8 @@ def _explained(error: BaseException) -> MegatronExtError | None:
             return missing_package
     raised_in = frames[-1]
     is_megatrons = _is_of_megatron(raised_in)
-    # Megatron checks some rules when it creates its configuration rather than in validate_args.
+    # Megatron checks some rules when creating its configuration rather than in
+    # validate_args.
     is_rule = is_megatrons and raised_in.f_code.co_name == "__post_init__"
     if is_rule and isinstance(error, (AssertionError, ValueError)):
         return ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}")
@@ -154,7 +155,7 @@ def _missing_package(
         "megatron_ext",
     }:
         return None
-    remedy = f"no extra of megatron-ext installs it: pip install {package}, if it can run here"
+    remedy = f"none of megatron-ext's extras installs it: pip install {package}, if it can run here"
     if _is_in_extra(package, "upstream"):
         remedy = "pip install 'megatron-ext[upstream]' installs what its scripts need"
     return UserError(
@@ -176,13 +177,13 @@ def _is_in_extra(package: str, extra: str) -> bool:
 
 
 def _lost_peer(error: RuntimeError) -> PeerDied | None:
-    """Return the error for a collective that failed because another rank has exited."""
+    """Return the error for a collective that failed because another rank exited."""
     # The script itself may raise an error with the same text about another connection.
     is_torchs = type(error).__module__ == "torch.distributed" or "gloo/" in str(error)
     lost_connection = _LOST.search(str(error))
     if not is_torchs or lost_connection is None:
         return None
-    # The innermost frame outside of torch called the collective.
+    # The innermost frame outside torch called the collective.
     for caller in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(caller.filename)
         if "torch" not in path.parts:
@@ -202,8 +203,8 @@ def run(script: str, argv: Sequence[str]) -> int:
         if os.environ.get("RANK", "0") != "0":
             return 0  # rank 0 prints the help
         warnings.simplefilter("ignore")
-    # Don't use basicConfig: upstream calls it later, which has no effect once the root logger has a
-    # handler.
+    # Do not use basicConfig: upstream calls it later, which has no effect once the root
+    # logger has a handler.
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("megatron_ext: %(message)s"))
@@ -235,9 +236,10 @@ def run(script: str, argv: Sequence[str]) -> int:
 
 
 def _without_stacks(_coordinator: ModuleType) -> None:
-    """Undo a side effect of importing this Megatron module: stack dumps at Ctrl-C and SIGTERM.
+    """Undo a side effect of importing this Megatron module: stack dumps on Ctrl-C and SIGTERM.
 
-    A launcher sends these signals to every rank when a job ends, so a dump would not show a fault.
+    A launcher sends these signals to every rank when a job ends, so a dump would not indicate a
+    fault.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         faulthandler.unregister(number)

@@ -1,9 +1,9 @@
 """Adds this package's steps to in-process restarts, which NVIDIA's NVRx performs.
 
-When a rank is lost, NVRx stops the training function on the surviving ranks, and calls it again on
+When a rank is lost, NVRx stops the training function on the surviving ranks and calls it again on
 them and on reserve ranks. Between the two calls, each rank must stop waiting for the lost rank,
-release the state that this package keeps, and number its new transports in the same way as the
-other ranks do.
+release the state that this package keeps, and number its new transports the same way as the other
+ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 class StoreConnection:
     """An attempt's connection to its ranks' rendezvous store.
 
-    A rank that waits in the store for a lost rank would wait for minutes, and torch cannot cancel
+    A rank that waits in the store for a lost rank would do so for minutes, and torch cannot cancel
     the wait. Shutting down the connection unblocks the rank. The store that Megatron passes serves
     all attempts, so each attempt needs a connection that nothing else uses.
     """
@@ -86,7 +86,7 @@ store_connection = StoreConnection()
 
 
 class BeginAttempt(Initialize):
-    """Runs before each call of the training function, also on reserve ranks."""
+    """Runs before each call of the training function, including on reserve ranks."""
 
     def __init__(self) -> None:
         self._excepthook = sys.excepthook
@@ -97,8 +97,8 @@ class BeginAttempt(Initialize):
         # NVRx calls this only after it has received every rank's state.
         parent.note_ranks_met()
         active.begin_attempt(state.iteration)
-        # torch wraps the hook in each attempt, and each wrapper puts the rank before every line of
-        # a traceback.
+        # torch wraps the hook in each attempt, and each wrapper prefixes every line of
+        # a traceback with the rank.
         sys.excepthook = self._excepthook
         devices.current().follow_collectives()
         if state.iteration > 0 and state.rank == 0:
@@ -110,8 +110,9 @@ class BeginAttempt(Initialize):
             )
             sys.stderr.flush()
         if state.iteration == 0:
-            # NVRx collects garbage twice per restart, which took 0.65 of 1.9 s. Most objects belong
-            # to imported modules and never become garbage, so exclude them.
+            # NVRx collects garbage twice per restart, which took 0.65 s of 1.9 s. Most
+            # objects belong to imported modules and never become garbage, so exclude
+            # them.
             gc.freeze()
         return state
 
@@ -120,7 +121,7 @@ class EndWaits(Abort):
     """Runs in an NVRx thread, while the training function may be waiting for a lost rank."""
 
     def __call__(self, state: Any) -> Any:
-        """Unblock calls that wait for messages or in collectives that torch cannot abort."""
+        """Unblock calls that are waiting for messages or in collectives that torch cannot abort."""
         configuration = active.active()
         if configuration is not None:
             with _errors_logged(state.rank, "transports"):
@@ -150,7 +151,7 @@ class EndConfiguration(Finalize):
         self._last_failure: tuple[str, int] | None = None
         """The last error that this rank itself raised, and its step (0 before the first step).
 
-        None once training has passed that step.
+        Reset to None once training has passed that step.
         """
 
     def __call__(self, state: Any) -> Any:
@@ -163,7 +164,8 @@ class EndConfiguration(Finalize):
         # connection here rather than in `BeginAttempt`, because the next attempt's thread starts
         # before that.
         store_connection.end_attempt()
-        # Check this first: Megatron's arguments contain the step number, and are destroyed next.
+        # Check this first: Megatron's arguments contain the step number and are
+        # destroyed next.
         would_come_again = self._would_come_again(state.fn_exception)
         active.clear_configuration()
         _clear_caches_of_megatron()
@@ -172,7 +174,7 @@ class EndConfiguration(Finalize):
         return state
 
     def _would_come_again(self, error: Exception | None) -> bool:
-        """Return whether a restart would only repeat this error; NVRx would restart forever."""
+        """Return whether restarting would only repeat this error (NVRx would do so forever)."""
         step = cause.current_iteration() or 0
         if self._last_failure is not None and step > self._last_failure[1]:
             self._last_failure = None  # the restart has helped
@@ -183,7 +185,7 @@ class EndConfiguration(Finalize):
         kind = cause.of_error(error).kind
         if kind not in ("error", "hang"):  # another rank has failed
             return False
-        # Compare hangs only by their kind, because the text of a hang contains its duration.
+        # Compare hangs only by their kind, because a hang's text contains its duration.
         description = kind if kind == "hang" else repr(error)
         failure = (description, step)
         is_same = failure == self._last_failure

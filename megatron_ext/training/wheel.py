@@ -1,8 +1,8 @@
 """Replaces `pretrain_gpt.py` if no Megatron-LM tree is present; uses the wheel's training loop.
 
-Since 0.17, the wheel contains upstream's training loop (`megatron.training`), but not the script
-that defines the model, the step and the data. This module replaces that script for pretraining on
-text; `refuse` rejects settings that need the script itself.
+Since 0.17, the wheel has contained upstream's training loop (`megatron.training`), but not the
+script that defines the model, the step and the data. This module replaces that script for
+pretraining on text; `refuse` rejects settings that need the script itself.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _SCRIPT_ONLY = {
     "use_legacy_models": False,
 }
 
-# Further settings that only upstream's script handles, for wheels without model builders (0.17,
-# 0.18).
+# Other settings that only upstream's script handles, for wheels without model builders
+# (0.17, 0.18).
 _BUILDERS_ONLY = {
     "experimental_attention_variant": None,
     "heterogeneous_layers_config_path": None,
@@ -89,16 +89,16 @@ def main() -> None:
 
 
 def _train(restart_store: Any = None) -> None:
-    """Train; `restart_store` outlives restarts, and connects the ranks in each attempt."""
+    """Train; `restart_store` outlives restarts and connects the ranks in each attempt."""
     if restart_store is not None:
         _config.cache_clear()  # it holds the previous attempt's arguments
-        # Megatron reduces the start time over all ranks that have set it. A former reserve rank has
-        # not set its start time, so the other ranks would wait for that rank. Therefore, set it on
-        # every rank.
+        # Megatron reduces the start time over all ranks that have set it. A former
+        # reserve rank has not set its start time, so the other ranks would wait for it.
+        # Therefore, set it on every rank.
         import_module("megatron.training.training").set_startup_timestamps(time.time())
 
-    # This mark makes upstream call the function on every rank: core's dataset builder is
-    # collective, and `is_built_here` decides which ranks read.
+    # This attribute makes upstream call the function on every rank: core's dataset
+    # builder is collective, and `is_built_here` decides which ranks read.
     _datasets.is_distributed = True  # type: ignore[attr-defined]
     providers: dict[str, Any] = {
         "train_valid_test_dataset_provider": _datasets,
@@ -196,8 +196,8 @@ def _layers(args: Namespace, config: Any, use_te: bool, vp_stage: int | None) ->
         )
     kind = "with_transformer_engine" if use_te else "local"
     names = parameters(f"{gpt_layer_specs.__name__}:get_gpt_layer_{kind}_submodules")
-    # The parameters are named like the configuration's fields. `fp8` is deprecated, and passing it
-    # raises a warning.
+    # The parameters have the same names as the configuration's fields. `fp8` is
+    # deprecated, and passing it triggers a warning.
     settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
     settings.pop("fp8", None)
     make_spec = getattr(gpt_layer_specs, f"get_gpt_layer_{kind}_spec")
@@ -247,7 +247,7 @@ def _step(
     args = get_args()
     timer = get_timers()("batch-generator", log_level=2)
     num_samples = args.micro_batch_size
-    # Since 0.18, evaluations may have a different micro-batch size.
+    # Since 0.18, evaluations may use a different micro-batch size.
     if not chunk.training:
         num_samples = getattr(args, "eval_micro_batch_size", num_samples)
     timer.start()

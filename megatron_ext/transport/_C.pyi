@@ -1,7 +1,8 @@
 """Types and contracts of the native core (source: csrc/bind.cc).
 
-Waits release the GIL, sleep in the kernel and check for Python signals every 100 ms, so Ctrl-C ends
-them. Every `timeout_s` is in seconds; None waits forever; a negative value or NaN is a ValueError.
+Waits release the GIL, sleep in the kernel and check for Python signals every 100 ms, so Ctrl-C
+interrupts them. Every `timeout_s` is in seconds; None waits forever; a negative value or NaN raises
+ValueError.
 """
 
 # By convention, private native modules are called _C.
@@ -16,8 +17,8 @@ class _HasFileno(Protocol):
 class Message:
     """A message that has arrived: a writable buffer of its bytes.
 
-    The bytes are in a slot of shared memory or in reused memory, which becomes free again when the
-    last reference is dropped. `torch.frombuffer` holds a reference. Any thread may drop the last
+    The bytes are in a slot in shared memory or in reused memory, which is free again once the last
+    reference is dropped. `torch.frombuffer` holds a reference. Any thread may drop the last
     reference.
     """
 
@@ -37,7 +38,7 @@ class Message:
 
 @final
 class PeerReport:
-    """The state of a peer of an endpoint."""
+    """The state of one of an endpoint's peers."""
 
     @property
     def rank(self) -> int:
@@ -61,28 +62,28 @@ class PeerReport:
 
     @property
     def num_held(self) -> int:
-        """Number of slots, or of messages if a wire has no slots, that have not been released."""
+        """Number of slots (or messages, if the wire has no slots) that have not been released."""
 
     @property
     def num_queued(self) -> int:
         """Number of messages to the peer that are waiting for room."""
 
 class Link:
-    """The connection of an endpoint to one peer."""
+    """An endpoint's connection to one peer."""
 
 @final
 class ShmLink(Link):
-    """A connection through shared memory. Create all of them before calling `accept` on any.
+    """A connection through shared memory. Create all links before calling `accept` on any of them.
 
     Args:
-        endpoint: The endpoint to which it will be added.
+        endpoint: The endpoint that the link will be added to.
         peer: Rank of the peer.
         socket: A socket connected to the peer (AF_UNIX, SOCK_SEQPACKET), with nothing left to read;
             duplicated.
 
     Raises:
         ValueError: There is already a link to this peer.
-        TransportError: There is no memory for the arena, or the peer is gone.
+        TransportError: There is not enough memory for the arena, or the peer is gone.
     """
 
     def __init__(
@@ -90,14 +91,14 @@ class ShmLink(Link):
     ) -> None: ...
     @property
     def slots(self) -> tuple[int, int]:
-        """Address and number of bytes of the memory that holds the peer's messages.
+        """Address and size in bytes of the memory that holds the peer's messages.
 
         Consists of whole pages, mapped as long as the link or one of its messages lives.
         """
 
     @property
     def peer_slots(self) -> tuple[int, int]:
-        """Address and number of bytes of the peer's memory for messages to it; after `accept`."""
+        """Address and size in bytes of the peer's memory for messages to it; after `accept`."""
 
     def accept(self, timeout_s: float | None = None) -> None:
         """Wait until the peer has created its link.
@@ -111,14 +112,14 @@ class TcpLink(Link):
     """A connection over TCP.
 
     Args:
-        endpoint: The endpoint to which it will be added.
+        endpoint: The endpoint that the link will be added to.
         peer: Rank of the peer.
         socket: A socket connected to the peer; duplicated.
         silence_s: A peer is considered dead if its host does not answer for this long. 1 to 86400.
 
     Raises:
         ValueError: There is already a link to this peer, or `silence_s` is out of range.
-        TransportError: The socket is of another kind.
+        TransportError: The socket is of the wrong kind.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class TcpLink(Link):
 
 @final
 class EndpointCounts:
-    """Counters of an endpoint."""
+    """An endpoint's counters."""
 
     @property
     def num_messages(self) -> int:
@@ -151,11 +152,11 @@ class EndpointCounts:
 
 @final
 class Endpoint:
-    """A process of a job, and its links to other processes.
+    """A process in a job, with its links to other processes.
 
-    Calls come from one thread; `send`, `publish` and `abort` may come from another. A thread of the
-    core does the work that must continue while the process computes, such as sending messages for
-    which there was no room before. In a forked child, every call raises TransportError.
+    Call it from one thread; another thread may also call `send`, `publish` and `abort`. A thread in
+    the core does the work that must continue while the process computes, such as sending messages
+    that there was no room for earlier. In a forked child, every call raises TransportError.
 
     Args:
         rank: Rank of this process among its peers.
@@ -164,7 +165,7 @@ class Endpoint:
         checksums: Whether the bytes are sent with a checksum, which the receiver verifies.
 
     Raises:
-        ValueError: The sizes are impossible for an arena.
+        ValueError: An arena cannot have these sizes.
     """
 
     def __init__(
@@ -196,16 +197,16 @@ class Endpoint:
     def reserve(
         self, peer: int, tag: int, dtype: int, shape: tuple[int, ...]
     ) -> Message | None:
-        """Return a message whose bytes are to be filled, for example by a device; never waits.
+        """Return a message whose bytes the caller, or a device, will fill; never waits.
 
-        The bytes are where the peer reads them, or where its device fetches them. They stay there
-        as long as the message lives, even after the peer's death and after `close`. The memory of a
-        message that is never published is never reused.
+        The bytes are where the peer reads them or its device fetches them, and stay there as long
+        as the message lives, even after the peer has died and after `close`. If a message is never
+        published, its memory is never reused.
 
         Returns:
-            None on TCP, for messages without bytes or longer than a slot, while other messages are
-                waiting for room, and if so many are reserved that no slot is left. In these cases,
-                use `send`.
+            None over TCP, for messages that are empty or longer than a slot, while other messages
+                are waiting for room, and if so many are reserved that no slot is left. In these
+                cases, use `send`.
 
         Raises:
             ValueError: As in `send`.
@@ -213,7 +214,7 @@ class Endpoint:
         """
 
     def publish(self, peer: int, message: Message) -> None:
-        """Send a message from `reserve`, whose bytes must not change any more; never waits.
+        """Send a message from `reserve`, whose bytes must no longer change; never waits.
 
         Raises:
             ValueError: The message was published before, or was reserved for another peer.
@@ -221,13 +222,13 @@ class Endpoint:
         """
 
     def add_buffers(self, num_slots: int) -> tuple[int, int]:
-        """Allocate memory for messages that do not stay where they arrived, `slot_bytes` for each.
+        """Allocate memory for messages that do not stay where they arrived, `slot_bytes` each.
 
         Call it at most once. Longer messages, and messages beyond that number, are stored
         elsewhere.
 
         Returns:
-            Address and number of bytes; whole pages, mapped as long as the endpoint or a message
+            Address and size in bytes; whole pages, mapped as long as the endpoint or a message
             lives.
 
         Raises:
@@ -245,7 +246,7 @@ class Endpoint:
 
         Returns:
             A message; or, if it has bytes of the dtype `capsule_dtype`, a DLPack capsule that owns
-            them, which saves creating the message object. None if it did not arrive in time, or
+            them, which saves creating the message object; or None if it did not arrive in time or
             cannot arrive: see `peers`. A peer that died or aborted ends every wait; a peer that
             closed ends only waits for its own messages.
         """
@@ -266,7 +267,7 @@ class Endpoint:
         """
 
     def abort(self, reason: str) -> None:
-        """Notify all peers that this process aborts, and drop queued messages."""
+        """Notify all peers that this process is aborting and drop queued messages."""
 
     def close(self) -> None:
         """Send all peers a close notice and release the links.
@@ -277,34 +278,34 @@ class Endpoint:
     def set_spin(self, seconds: float) -> None:
         """Make a wait spin for this long before it sleeps, if messages may come from another CPU.
 
-        By default, a wait sleeps at once. Meant for hosts with a CPU for each of their processes.
+        By default, a wait sleeps immediately. Meant for hosts with one CPU per process.
 
         Raises:
-            ValueError: It is not between 0 and 1.
+            ValueError: The value is not between 0 and 1.
         """
 
     def counts(self) -> EndpointCounts:
-        """Return the totals so far; also after `close`."""
+        """Return the totals so far; may also be called after `close`."""
 
     def peers(self) -> list[PeerReport]:
-        """Return the states of the peers, as far as they have been detected."""
+        """Return the peers' states, as far as they have been detected."""
 
 @final
 class RdmaLink(Link):
     """A connection over RDMA, with an additional TCP connection that carries close notices.
 
     Args:
-        endpoint: The endpoint to which it will be added, after `connect`.
+        endpoint: The endpoint that the link will be added to, after `connect`.
         peer: Rank of the peer.
         socket: A TCP connection to the peer; duplicated.
         address: IP address of this host, which selects the port; empty for the best port.
         rail: Selects one of several equally good ports, usually the local rank.
-        silence_s: A peer counts as dead if its host does not answer for this long. 1 to 86400.
-        sysfs: Mount point of sysfs; tests pass another directory than /sys.
+        silence_s: A peer is considered dead if its host does not answer for this long. 1 to 86400.
+        sysfs: Mount point of sysfs; tests pass a directory other than /sys.
 
     Raises:
-        ValueError: There is already a link to this peer, or an argument or one of the variables
-            MEGATRON_EXT_IB_* is malformed.
+        ValueError: There is already a link to this peer, or an argument or a MEGATRON_EXT_IB_*
+            variable is malformed.
         TransportError: This host has no usable RDMA port, or not enough lockable memory.
     """
 
@@ -330,11 +331,11 @@ class RdmaLink(Link):
 
     @property
     def slots(self) -> tuple[int, int]:
-        """Address and number of bytes of the memory that holds the peer's messages."""
+        """Address and size in bytes of the memory that holds the peer's messages."""
 
     @property
     def peer_slots(self) -> tuple[int, int]:
-        """Address and number of bytes of the memory from which the device sends to the peer."""
+        """Address and size in bytes of the memory that the device sends to the peer from."""
 
     @property
     def text(self) -> str:
@@ -358,7 +359,7 @@ class GidEntry:
 
     @property
     def net_device(self) -> str:
-        """The network interface to which it belongs; empty if there is none."""
+        """The network interface that it belongs to; empty if there is none."""
 
 @final
 class RdmaPort:
@@ -390,11 +391,11 @@ class RdmaPort:
 
     @property
     def gids(self) -> list[GidEntry]:
-        """Addresses, without the empty entries of the table."""
+        """Addresses, without the table's empty entries."""
 
 @final
 class RdmaDevice:
-    """An RDMA device of this host."""
+    """An RDMA device on this host."""
 
     @property
     def name(self) -> str:
@@ -414,7 +415,7 @@ class RdmaDevice:
 
 @final
 class RdmaFinding:
-    """Result of one step of the probe."""
+    """The result of one probe step."""
 
     @property
     def step(self) -> str:
@@ -438,14 +439,14 @@ def fingerprint(
     rows: tuple[int, int],
     columns: tuple[int, int],
 ) -> tuple[int, list[float]]:
-    """Return the fingerprint of a matrix of float32 that is stored row by row.
+    """Return the fingerprint of a row-major float32 matrix.
 
-    `megatron_ext/tracing/fingerprint.py` defines it. Releases the GIL.
+    The fingerprint is defined in `megatron_ext/tracing/fingerprint.py`. Releases the GIL.
 
     Args:
         values: Address of the matrix.
         shape: Rows and columns.
-        rows: Addresses of the factors (int64) and of the weights (float32) of the rows.
+        rows: Addresses of the row factors (int64) and the row weights (float32).
         columns: The same for the columns.
 
     Returns:
@@ -456,10 +457,10 @@ def fingerprint(
     """
 
 def rdma_devices(sysfs: str = "/sys") -> list[RdmaDevice]:
-    """Return all RDMA devices of this host. Opens each of them briefly.
+    """Return all RDMA devices on this host. Opens each of them briefly.
 
     Args:
-        sysfs: Mount point of sysfs; tests pass another directory than /sys.
+        sysfs: Mount point of sysfs; tests pass a directory other than /sys.
 
     Raises:
         TransportError: libibverbs is not installed.
@@ -473,5 +474,5 @@ def probe_rdma(address: str = "", sysfs: str = "/sys") -> list[RdmaFinding]:
         sysfs: As in `rdma_devices`.
 
     Raises:
-        ValueError: The address, or a variable MEGATRON_EXT_IB_*, is malformed.
+        ValueError: The address or a MEGATRON_EXT_IB_* variable is malformed.
     """

@@ -36,7 +36,7 @@ class Address:
     """IP address on which the process listens for TCP; empty if it does not listen."""
     port: int = 0
     no_rdma: str = "it was not probed"
-    """Why the process cannot use RDMA; empty if it can use RDMA."""
+    """Why the process cannot use RDMA; empty if it can."""
 
     @classmethod
     def new(cls, wire: Wire) -> Address:
@@ -61,7 +61,7 @@ class Address:
         if (other.host, other.boot_id) != (self.host, self.boot_id):
             return f"it runs on host {other.host}, this one on {self.host}"
         if other.network != self.network:
-            return "it is in another network namespace; give both containers the host's network"
+            return "it is in another network namespace; use the host's network in both containers"
         return None
 
 
@@ -70,7 +70,7 @@ def choose_wire(
 ) -> tuple[str, str]:
     """Choose the wire between this process (`rank`) and a peer: shm, tcp or rdma, with the reason.
 
-    `address` is this process's own. The peer reaches the same decision.
+    `address` is this process's own. The peer makes the same decision.
 
     Raises:
         TransportError: The configured wire is unavailable, or the two processes differ in their
@@ -89,8 +89,8 @@ def choose_wire(
         )
     if peer_address.wire != address.wire:
         raise TransportError(
-            f"rank {peer} has the wire {peer_address.wire}, but rank {rank} has {address.wire}; "
-            f"give all ranks the same --pipeline-transport"
+            f"rank {peer} uses transport {peer_address.wire}, but rank {rank} uses {address.wire}; "
+            f"use the same --pipeline-transport on all ranks"
         )
     no_memory = address.why_no_memory_with(peer_address)
     no_rdma = []
@@ -105,7 +105,7 @@ def choose_wire(
     if address.wire == "rdma" and no_rdma:
         raise TransportError(
             f"rank {rank} cannot reach rank {peer} over RDMA: {'; '.join(no_rdma)}; use "
-            f"--pipeline-transport auto, or repair RDMA"
+            f"--pipeline-transport auto, or fix RDMA"
         )
     # Both processes check both addresses, so that neither one waits for a peer that has already
     # raised an error.
@@ -115,7 +115,7 @@ def choose_wire(
     if address.wire != "auto":
         return address.wire, "as configured"
     if no_memory is None:
-        return "shm", "they are on one host"
+        return "shm", "they are on the same host"
     # RDMA is faster, but both processes must support it; TCP works between any two hosts.
     return ("tcp", "; ".join(no_rdma)) if no_rdma else ("rdma", no_memory)
 
@@ -125,7 +125,7 @@ def _require_reachable(rank: int, address: Address) -> None:
     if address.ip and ipaddress.ip_address(address.ip).is_loopback:
         raise TransportError(
             f"rank {rank} listens on {address.ip}, which only its own host {address.host} can "
-            f"reach; name the addresses of the hosts with --node-ips"
+            f"reach; set the hosts' addresses with --node-ips"
         )
 
 
@@ -139,8 +139,8 @@ def own_address(
     """Return the IP address that other hosts use to reach this host.
 
     Args:
-        node_ips: Addresses or host names (`--node-ips`), one per node, in rank order, or one per
-            rank. If empty, the source address of the route to `rendezvous_host` is used.
+        node_ips: Addresses or host names (`--node-ips`), either one per node, in rank order, or one
+            per rank. If empty, the source address of the route to `rendezvous_host` is used.
         rank: Global rank of this process.
         world_size: Number of ranks.
         ranks_per_node: Number of ranks on each node; None if all ranks are on one node.
@@ -155,15 +155,15 @@ def own_address(
             return source_address(rendezvous_host)
         except OSError as error:
             raise TransportError(
-                f"this host has no route to {rendezvous_host} ({error}); name the addresses of the "
-                f"hosts with --node-ips"
+                f"this host has no route to {rendezvous_host} ({error}); set the hosts' addresses "
+                f"with --node-ips"
             ) from error
     local_world_size = ranks_per_node or world_size
     num_nodes = max(1, world_size // local_world_size)
     if len(node_ips) not in (num_nodes, world_size):
         raise TransportError(
             f"--node-ips has {len(node_ips)} addresses; give one for each of the {num_nodes} nodes "
-            f"or for each of the {world_size} ranks"
+            f"or one for each of the {world_size} ranks"
         )
     # The list has one address per host, or one per rank.
     index = rank // local_world_size
@@ -175,17 +175,17 @@ def own_address(
     except OSError as error:
         raise TransportError(
             f"--node-ips: {name} is not an address or a known host ({error}); give the IP address "
-            f"that the other hosts reach"
+            f"that the other hosts can reach"
         ) from error
     if ipaddress.ip_address(ip).is_unspecified:
         raise TransportError(
             f"--node-ips: {name} means every address of this host; give the one that the other "
-            f"hosts reach"
+            f"hosts can reach"
         )
     if num_nodes > 1 and ipaddress.ip_address(ip).is_loopback:
         raise TransportError(
             f"--node-ips: {name} is {ip} on this host, which the other {num_nodes - 1} cannot "
-            f"reach; give the address that they reach"
+            f"reach; give the address that they can reach"
         )
     return ip
 

@@ -1,4 +1,4 @@
-"""Runs callbacks after device copies in a thread, so that callers don't wait for the copies."""
+"""Runs callbacks after device copies in a thread, so that callers do not wait for the copies."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Afterwards:
         if num_left:
             waited_s = time.perf_counter() - begin_s
             raise TransportTimeout(
-                f"the device did not copy {num_left} tensors that are to be sent: waited "
-                f"{waited_s:.1f} s of {timeout_s:g} s; their kernels may wait for another rank"
+                f"the device did not copy {num_left} tensors to be sent: waited {waited_s:.1f} s "
+                f"of {timeout_s:g} s; their kernels may be waiting for another rank"
             )
 
     # This may run at exit, when a hanging device must not keep the process alive.

@@ -3,7 +3,7 @@
 Messages are identified by their purpose (`megatron_ext/message.py`), not by their position in a
 sequence. A receiver may therefore receive messages in any order, and a send does not depend on the
 order in which its peer receives. Transports are independent of schedules: at the start of each
-step, the executor announces the messages that will arrive, and their senders.
+step, the executor announces the incoming messages and their senders.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Transport(Protocol):
         """
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a tensor of any shape to a global rank, without waiting until it is received.
+        """Send a tensor of any shape to a global rank without waiting for it to be received.
 
         The transport keeps the tensor's storage alive as long as necessary. The caller must not
         write to the storage again, but may drop the tensor or replace its `data`.
@@ -88,8 +88,8 @@ class Transport(Protocol):
 
         Returns:
             The messages, without their tensors, which `recv` returns; empty after a time-out or
-            `wake`. Some wires first deliver a notice that the sender has launched the computation.
-            `recv` can return the tensor from then on; the device waits for its contents.
+            `wake`. Some wires first deliver a notice that the sender has launched the computation;
+            from then on, `recv` can return the tensor, and the device waits for its contents.
 
         Raises:
             TransportError: The wire cannot report arrivals before the receive, or a peer is gone.
@@ -116,7 +116,7 @@ class Transport(Protocol):
 
 
 def find_lost_peer(transport: Transport, timeout_s: float) -> None:
-    """Poll for `timeout_s`, to report a lost peer instead of an error that the loss caused.
+    """Poll for `timeout_s` to report a lost peer instead of an error caused by the loss.
 
     Raises:
         TransportError: A peer is gone; the subclass of the error says how.

@@ -44,13 +44,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 NOTE_BYTES = 1024
-"""Size of a host slot, which fits every message and note of this transport, except decisions."""
+"""Size of a host slot, which fits all of this transport's messages and notes except decisions."""
 
-# Header of a message: buffer number, dtype code, number of dimensions. The sizes follow (int64
-# each), and then, when a buffer is first used, its handle.
+# Header of a message: buffer number, dtype code, number of dimensions. The sizes follow
+# (int64 each), then, when a buffer is first used, its handle.
 _HEAD = struct.Struct("<QHB")
 
-# Header of a release note: buffer number. At a buffer's first use, the reader's handle follows.
+# Header of a release note: buffer number. When a buffer is first used, the reader's
+# handle follows.
 _RELEASE = struct.Struct("<Q")
 
 # Sent instead of a buffer number after the reader has unmapped all buffers.
@@ -62,7 +63,8 @@ _TAKEN_S = 10.0
 # How long `close` then waits for peers to unmap the buffers, so that it can free them.
 _UNMAPPED_S = 0.5
 
-# How long to wait for a report that a peer died, after a copy from its memory has failed.
+# How long to wait for a report that a peer died after a copy from its memory has
+# failed.
 _NOTICED_S = 0.5
 
 
@@ -80,25 +82,25 @@ class _Peer:
 
 
 class DirectTransport:
-    """Carries tensors between devices on one host, and delegates to `indirect` for other peers.
+    """Carries tensors between devices on one host and delegates to `indirect` for other peers.
 
     Credits and decisions arrive in host memory; all other messages arrive on the device. All calls
     must come from one thread.
 
     Args:
-        host: Carries buffer numbers and notes, and has slots of at least `NOTE_BYTES`; closed
+        host: Carries buffer numbers and notes and has slots of at least `NOTE_BYTES`; closed
             together with this transport.
         sharing: Memory sharing for this process's device.
         rank: Global rank of this process.
-        timeout_s: How long a step waits for the copies of the previous step.
+        timeout_s: How long a step waits for the previous step's copies.
         reports_copies: If true, a message is reported as arrived once its tensor is complete, after
             a notice of the launch (`Message.notice`). Otherwise, a message is reported as arrived
             once the sender has launched the computation, which suffices for a receiver that follows
             a table.
         peers: Global ranks of the peers whose devices this device can reach (`find_reach`), all
-            over shared memory. None means all of `host`'s peers.
-        indirect: Carries messages for all other peers, and is closed together with this transport.
-            Either a transport over the same `host`, or a `TorchTransport`. None if there are no
+            over shared memory. Defaults to all of `host`'s peers.
+        indirect: Carries messages for all other peers and is closed together with this transport.
+            Either a transport over the same `host`, or a `TorchTransport`; or None if there are no
             other peers.
     """
 
@@ -117,9 +119,9 @@ class DirectTransport:
         self._sharing = sharing
         self._timeout_s = timeout_s
         self._indirect = indirect
-        # At most one of these two is set. `_over_torch` must also count the calls for direct peers,
-        # because all ranks start its receives in a shared order. `_over_host` starts `host`'s
-        # steps, and closes it.
+        # At most one of these two is set. `_over_torch` must also count the calls for
+        # direct peers, because all ranks start its receives in a shared order.
+        # `_over_host` starts `host`'s steps and closes it.
         self._over_torch: TorchTransport | None = None
         self._over_host: Transport | None = None
         if isinstance(indirect, TorchTransport):
@@ -228,7 +230,7 @@ class DirectTransport:
         """Return a message's tensor on the device; later work on the device waits for the copy.
 
         Raises:
-            MessageMismatch: The tensor's shape or dtype is not the expected one.
+            MessageMismatch: The tensor does not have the expected shape and dtype.
             TransportError: The message did not arrive in time, the copy failed or the peer is gone.
         """
         if self._indirect is not None and source not in self._peers:
@@ -289,8 +291,8 @@ class DirectTransport:
         """Return the messages that arrived, as defined by `reports_copies`."""
         if self._copies is not None:
             self._copies.check()
-        # An indirect transport that can be polled uses the same host, and reports the arrivals of
-        # both transports.
+        # An indirect transport that can be polled uses the same host and reports both
+        # transports' arrivals.
         return (self._indirect or self._host).poll(timeout_s)
 
     def wake(self) -> None:
@@ -332,7 +334,7 @@ class DirectTransport:
     def release(self) -> None:
         """Wait until peers have received their messages, then free all memory that is not in use.
 
-        Call this at exit at the latest.
+        Call this no later than at exit.
         """
         if self._is_closed:
             return
@@ -418,7 +420,7 @@ class DirectTransport:
         return number, buffer.handle
 
     def _take_back(self, source: int, timeout_s: float = 0.0) -> None:
-        """Process a peer's release notes. With a time-out, wait for the first note."""
+        """Process a peer's release notes. If `timeout_s` is not 0, wait for the first note."""
         peer = self._peers[source]
         while (note := self._host.noted(source, timeout_s)) is not None:
             (number,) = _RELEASE.unpack_from(note)
@@ -443,7 +445,7 @@ class DirectTransport:
                     self._take_back(source, max(1e-3, deadline - time.monotonic()))
 
     def _fail(self, problem: str, error: RuntimeError) -> NoReturn:
-        """Raise the cause of a failed copy: a lost peer, otherwise the device's error."""
+        """Raise the cause of a failed copy: a lost peer, or else the device's error."""
         try:
             find_lost_peer(self._host, _NOTICED_S)
         except PeerAborted as lost:
@@ -462,7 +464,7 @@ class Reach(NamedTuple):
     reasons: dict[int, str]
     """Global rank of a peer that the device cannot reach -> the reason."""
     is_complete: bool
-    """Whether the devices in every pair of peers in the job can reach each other."""
+    """Whether the devices of every pair of peers in the job can reach each other."""
 
 
 class _Offer(NamedTuple):
@@ -485,9 +487,10 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
         make_sharing: Creates the memory sharing for this rank's device; may raise DeviceError.
     """
     me, world_size = dist.get_rank(), dist.get_world_size()
-    # Drivers report problems only when one process maps another's memory, and both processes must
-    # reach the same decision. So each rank offers a small buffer, the rank's peers on the same host
-    # map it, and all ranks exchange the results before any transport is opened.
+    # Drivers report problems only when one process maps another's memory, and both
+    # processes must reach the same decision. So each rank offers a small buffer, its
+    # peers on the same host map it, and all ranks exchange the results before any
+    # transport is opened.
     my_address = Address.new("auto")
     sharing: Sharing | None = None
     buffer: SharedBuffer | None = None
@@ -497,7 +500,7 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
         buffer = sharing.make(1)
         my_offer = _Offer(my_address, sharing.name, buffer.handle, "")
     except (DeviceError, RuntimeError, TransportError) as error:
-        problem = f"rank {me} cannot share memory of its device: {error}"
+        problem = f"rank {me} cannot share its device's memory: {error}"
         my_offer = _Offer(my_address, "", b"", problem)
     offers = [my_offer] * world_size
     dist.all_gather_object(offers, my_offer)
@@ -520,14 +523,14 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
     reasons = {
         peer: reasons_by_rank[peer][me] for peer in peers if me in reasons_by_rank[peer]
     }
-    # If both ranks have a reason, prefer this rank's reason, because it says more about this rank's
-    # device.
+    # If both ranks have a reason, prefer this rank's, because it says more about this
+    # rank's device.
     reasons.update(my_reasons)
     return Reach(sharing, reasons, not any(reasons_by_rank))
 
 
 def _why_not_mapped(sharing: Sharing, offer: _Offer) -> str:
-    """Map a peer's buffer and unmap it; return why it cannot be mapped, or an empty string."""
+    """Try to map and unmap a peer's buffer. Return the reason on failure, or an empty string."""
     try:
         reason = sharing.why_unreachable(offer.device)
         if reason is None:

@@ -51,8 +51,8 @@ def tensor_on(message: Message) -> torch.Tensor:
     dtype = DTYPE_OF.get(message.dtype)
     if dtype is None:
         raise MessageMismatch(
-            f"a message of {len(message)} bytes has the dtype {message.dtype:#x}, which this rank "
-            f"does not support; install the same torch and megatron_ext for all ranks"
+            f"a message of {len(message)} bytes has dtype {message.dtype:#x}, which this rank "
+            f"does not support; install the same torch and megatron_ext on all ranks"
         )
     tensor = torch.empty(0, dtype=dtype)
     if len(message) == 0:

@@ -1,8 +1,8 @@
 """Access to the native core, which may not be installed.
 
-An installation without a working C++ compiler lacks `megatron_ext.transport._C`. All other modules
-import the core through this one, so a missing core raises an error that names a remedy, instead of
-a bare ImportError.
+If there was no working C++ compiler at install time, `megatron_ext.transport._C` is missing. All
+other modules import the core through this one, so a missing core raises an error with a remedy
+instead of a bare ImportError.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 _MODULE = "megatron_ext.transport._C"
 _REMEDY = (
-    "Install a C++17 compiler and the headers of Python (Debian: apt-get install g++ python3-dev), "
+    "Install a C++17 compiler and Python's headers (Debian: apt-get install g++ python3-dev), "
     "then install megatron_ext again with MEGATRON_EXT_REQUIRE_NATIVE=1 set, which makes pip stop "
     "with the compiler's message if the build still fails"
 )
@@ -28,7 +28,7 @@ def require_native() -> ModuleType:
     """Return the native core, `megatron_ext.transport._C` (its interface: `_C.pyi`).
 
     Raises:
-        TransportError: The core is not installed or cannot be loaded; the error names a remedy.
+        TransportError: The core is not installed or cannot be loaded; the error includes a remedy.
     """
     try:
         return importlib.import_module(_MODULE)
@@ -58,7 +58,8 @@ def probe_rdma(address: str | None = None, *, sysfs: str = "/sys") -> RdmaProbe:
     """Probe everything that an RDMA link needs: libibverbs, port, GID, memory, loopback.
 
     Args:
-        address: IP address that the port must have (see `--node-ips`). None selects the best port.
+        address: IP address that the port must have (see `--node-ips`); if None, the best port is
+            used.
         sysfs: Mount point of sysfs; tests pass another directory.
 
     Raises:

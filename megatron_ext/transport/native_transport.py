@@ -3,7 +3,7 @@
 Within a host, the sender writes messages into the receiver's memory. A message that fits in a slot
 is received without another copy: the tensor uses the slot's memory, which is freed together with
 the last tensor that shares it. Between hosts, messages use TCP or RDMA, with the same number of
-slots for each peer.
+slots per peer.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# The public function looks for __dlpack__ first, and this takes a third of the call's time if the
-# argument is a capsule.
+# The public function looks for __dlpack__ first, which takes a third of the call's time
+# if the argument is a capsule.
 _from_dlpack = getattr(torch._C, "_from_dlpack", from_dlpack)
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
@@ -58,9 +58,9 @@ _TURN_S = 1.0
 # How long to spin before sleeping, on a host with at least one CPU per rank.
 _SPIN_S = 20e-6
 
-# The fields of a tag, from the highest bit: kind (4 bits), launched (1), header (1), then the
-# fields below. The step is in the low bits, so that an OR turns a tag of step 0 into the tag of any
-# step.
+# The fields of a tag, from the highest bit: kind (4 bits), launched (1), header (1),
+# then the fields below. The step is in the low bits, so an OR turns a step-0 tag into
+# any step's tag.
 _KINDS: dict[MessageKind, int] = {
     "F": 0,
     "B": 1,
@@ -138,23 +138,23 @@ class NativeTransport:
         peers: Global ranks of the peers; each must list this rank too. A rank may always send to
             itself.
         run_id: Distinguishes jobs that share a store, and the transports within a job. Must be
-            equal on all ranks.
-        wire: shm, tcp, rdma, or auto, which selects the best wire for each pair.
+            identical on all ranks.
+        wire: shm, tcp, rdma, or auto, which picks the best wire for each pair.
         slots: Number of messages from each peer that this rank has room for, at least 2. Above
             1024, further messages wait at the sender. Received tensors may occupy half of the
             slots; the other half stays available for new messages.
         slot_bytes: Slot size, ideally the usual message size: a longer message is sent in pieces,
             which costs an additional copy.
         connect_timeout_s: How long to wait for the peers.
-        checksums: Whether to checksum message contents. Checksums detect faulty memory and
-            networks, and cost about as much as a copy. Descriptors always have a checksum.
-        ip: This host's address for peers on other hosts. None uses an address that only this host
+        checksums: Whether to checksum message contents. Checksums detect faulty memory and networks
+            and cost about as much as a copy. Descriptors always have a checksum.
+        ip: This host's address for peers on other hosts. Defaults to an address that only this host
             can reach.
         silence_s: How long a peer on another host may be silent before it is considered dead.
-        spin_s: How long to spin before sleeping. None means 20 us if this host has a CPU for each
-            of its ranks, otherwise 0.
+        spin_s: How long to spin before sleeping. Defaults to 20 us if this host has a CPU for each
+            of its ranks, otherwise to 0.
         rail: Local rank, which selects one of several RDMA devices.
-        ranks_per_node: Number of ranks on this host. None counts this rank and the peers that share
+        ranks_per_node: Number of ranks on this host. Defaults to this rank and the peers that share
             memory with it.
         for_device: Whether a device copies the messages (see `fixed_memory`).
 
@@ -306,7 +306,7 @@ class NativeTransport:
         self.expect(expected)
 
     def expect(self, expected: Iterable[Expected]) -> None:
-        """Announce further messages in the current step."""
+        """Announce more messages in the current step."""
         tags = self._tags
         step = self._step
         for item in expected:
@@ -317,7 +317,7 @@ class NativeTransport:
         endpoint = self._open or self._usable()
         if not tensor.is_cpu:
             raise TransportError(
-                f"the native core sends CPU tensors only, not those on {tensor.device}; send them "
+                f"the native core only sends CPU tensors, not those on {tensor.device}; send them "
                 f"through a StagedTransport"
             )
         # The core copies raw bytes, which differ from the values of conjugated and negated views.
@@ -360,12 +360,14 @@ class NativeTransport:
     def reserve(
         self, target: int, message: Message, shape: torch.Size, dtype: torch.dtype
     ) -> NativeMessage | None:
-        """Return a message that a device can fill, in memory from which it is sent without a copy.
+        """Return a message for a device to fill, in memory that can be sent without a copy.
 
-        When the message is complete, pass it to `publish`. Otherwise its memory is never reused.
+        When the message is complete, pass it to `publish`. If it is not published, its memory is
+        never reused.
 
         Returns:
-            None if the wire has no such memory or no free slot is large enough; then use `isend`.
+            None if the wire has no such memory or no free slot is large enough; in that case, use
+            `isend`.
 
         Raises:
             TransportError: The peer is gone.
@@ -496,7 +498,7 @@ class NativeTransport:
         self._send(self._rank, WAKE, b"")
 
     def note(self, target: int, content: bytes) -> None:
-        """Send a note to a peer: bytes that are not part of the schedule, at any time."""
+        """Send a note to a peer, at any time: bytes that are not part of the schedule."""
         self._send(target, NOTE, content)
 
     def _send(self, target: int, tag: int, content: bytes) -> None:
@@ -535,7 +537,7 @@ class NativeTransport:
             )
 
     def abort(self, reason: str) -> None:
-        """Abort: waiting peers and later calls fail at once."""
+        """Abort: waiting peers and later calls fail immediately."""
         if self._endpoint is not None and self._given_up is None:
             self._given_up = reason
             self._open = None
@@ -595,7 +597,7 @@ class NativeTransport:
         expected = Counter(source for source, _ in list(self._expected))
         for report in reports:
             if report.state == "closed" and report.num_arrived < expected[report.rank]:
-                problem = f"a message of rank {report.rank} cannot arrive: waited {waited_s:.1f} s"
+                problem = f"messages from rank {report.rank} cannot arrive: waited {waited_s:.1f} s"
                 raise self._failure(problem, report.rank, None, 0.0)
 
     def _failure(
@@ -607,9 +609,9 @@ class NativeTransport:
     ) -> TransportError:
         """Return the exception for a failed call.
 
-        Any peer that has aborted or died is the cause. A peer that has closed its transport is the
-        cause only if the call depended on it (`peer`). Otherwise the cause is `cause`: the time-out
-        in seconds, or the core's error.
+        A peer that has aborted or died is always the cause. A peer that has closed its transport is
+        the cause only if the call depended on it (`peer`). Otherwise, the cause is `cause`: the
+        time-out in seconds, or the core's error.
         """
         if message is not None:
             problem = f"{problem} (tag {self._tags[message] | self._step:#x})"

@@ -16,7 +16,7 @@ WaitsFor = Literal["input", "slot"]
 
 
 class TransportObserver:
-    """Callbacks for one rank's messages, which do nothing here. Each begin has a matching end."""
+    """Callbacks for one rank's messages; here, they do nothing. Each begin has a matching end."""
 
     def connected(self, wires: Mapping[int, str]) -> None:
         """A transport has been opened.
@@ -69,7 +69,7 @@ _MESSAGE_EVENTS = (
 def observed(transport: Transport, observers: Sequence[TransportObserver]) -> Transport:
     """Return a transport that reports to these observers.
 
-    It delays no message for observers that ignore messages.
+    Observers that ignore messages do not delay them.
     """
     for observer in observers:
         observer.connected(transport.stats().wires)
@@ -86,7 +86,7 @@ def _hears_messages(observer: TransportObserver) -> bool:
 
 
 class ObservedTransport:
-    """Delegates to another transport, and reports to an observer in the caller's thread."""
+    """Delegates to another transport and reports to an observer in the caller's thread."""
 
     def __init__(self, transport: Transport, observer: TransportObserver) -> None:
         self._transport = transport
@@ -100,7 +100,8 @@ class ObservedTransport:
         self._observer.begin_messages(expected)
         self._transport.begin(expected, slots)
 
-    # Don't use `finally` here: a call that raises aborts the step, and is reported without an end.
+    # Do not use `finally` here: a call that raises aborts the step and is reported
+    # without an end.
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Report and send a tensor."""
         self._observer.begin_send(message, target)

@@ -1,6 +1,6 @@
 """Connects a job's processes: exchanges addresses through a store, then connects each pair.
 
-Each process listens on a unix socket and, if it may have peers on other hosts, on a TCP port. It
+Each process listens on a unix socket and, if it may have peers on other hosts, on a TCP port, and
 publishes both in the store, together with a secret.
 """
 
@@ -33,17 +33,17 @@ _TURN_S = 1.0
 _MAX_CALLS = 3
 # Time-out for notifying a peer that this rank gave up.
 _RING_S = 1.0
-# Prefix of a notice that replaces an address. The notice contains the reason, and the secrets of
-# the peers that should read it.
+# Prefix of a notice that replaces an address. The notice contains the reason and the
+# secrets of the peers that should read it.
 _GAVE_UP = b"gave up "
-# Backlog of a listener, in addition to one connection for each peer: this process accepts only
-# after it has connected to its own peers.
+# Backlog of a listener, in addition to one connection per peer: this process accepts
+# only after it has connected to its own peers.
 _BACKLOG = 128
 HELLO_BYTES = 1024
 HELLO_S = 5.0
-"""How long a connection may take to send its hello message."""
-# Any process on the network can connect, such as a port scanner. Keep this many connections without
-# a hello, in addition to one for each peer.
+"""How long a connection has to send its hello message."""
+# Any process on the network, such as a port scanner, can connect. Keep this many
+# connections that have not sent a hello, in addition to one per peer.
 _MAX_STRANGERS = 64
 
 
@@ -51,7 +51,7 @@ class Connection(NamedTuple):
     """A connected socket to an authenticated peer; the caller must close it."""
 
     wire: str
-    """The wire for which the connection is used: shm (a unix socket), tcp or rdma (TCP sockets)."""
+    """The wire that the connection is used for: shm (a unix socket), tcp or rdma (TCP sockets)."""
     host: str
     """The peer's host name."""
     socket: socket.socket
@@ -70,8 +70,8 @@ class _Reception:
     """Accepts connections and reads the first line of each, in a `with` block.
 
     All connections are read concurrently, so a client that sends nothing, or one byte at a time,
-    does not delay other clients. At most `max_visits` connections without a hello are kept; a new
-    one replaces the oldest.
+    does not delay other clients. At most `max_visits` connections that have not sent a hello are
+    kept; a new one replaces the oldest.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class _Rendezvous:
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._my_address = my_address
-        # Global rank of a peer -> the latest address that it has published.
+        # Global rank of a peer -> its latest published address.
         self._peer_addresses: dict[int, Address] = {}
 
     def run(self, peers: Iterable[int], ip: str | None) -> dict[int, Connection]:
@@ -209,7 +209,7 @@ class _Rendezvous:
             return connections
 
     def _give_up(self, reason: str, connections: Mapping[int, Connection]) -> None:
-        """Publish the reason to all known peers, and wake those to which this rank connected."""
+        """Publish the reason to all known peers, and wake those that this rank has connected to."""
         secrets_of_peers = [address.secret for address in self._peer_addresses.values()]
         note = {"reason": reason, "to": secrets_of_peers}
         self._store.set(
@@ -236,13 +236,13 @@ class _Rendezvous:
             family = socket.AF_INET6 if ":" in ip else socket.AF_INET
             tcp = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             try:
-                # Listen on this address only, at a port that the kernel chooses.
+                # Listen on this address only, on a port chosen by the kernel.
                 tcp.bind((ip, 0))
             except OSError as error:
                 raise TransportError(
                     f"rank {self._rank} cannot listen on {ip} of host {self._my_address.host}: "
                     f"{error}; "
-                    f"name the addresses of the hosts with --node-ips"
+                    f"set the hosts' addresses with --node-ips"
                 ) from error
             tcp.listen(num_lower + _BACKLOG)
             tcp.setblocking(False)
@@ -262,7 +262,7 @@ class _Rendezvous:
                     raise TransportError(
                         f"rank {peer} gave up connecting: {note['reason']}"
                     )
-                # The notice is from an earlier run, so wait for the address of this run.
+                # The notice is from an earlier run, so wait for this run's address.
                 self._left_s(f"rank {peer} to listen")
                 time.sleep(_RETRY_S)
         except RuntimeError as error:  # an error from the store, such as a time-out
@@ -274,7 +274,7 @@ class _Rendezvous:
         except (TypeError, ValueError) as error:
             raise TransportError(
                 f"the address of rank {peer} cannot be read ({error}); install the same "
-                f"megatron_ext for all ranks"
+                f"megatron_ext on all ranks"
             ) from error
         self._peer_addresses[peer] = address
         return address
@@ -350,7 +350,7 @@ class _Rendezvous:
         lower: set[int],
         connections: dict[int, Connection],
     ) -> None:
-        """Wait for calls from all lower ranks, and add their connections."""
+        """Wait for calls from all lower ranks and add their connections."""
         with _Reception(
             self._rank, listeners, len(lower) + _MAX_STRANGERS
         ) as reception:
@@ -376,15 +376,14 @@ class _Rendezvous:
             if peer not in lower:
                 raise TransportError("it did not present the secrets of this run")
             address = self._address(peer)
-            # The input is not trusted before this comparison, because any process can connect.
+            # Do not trust the input before this comparison, because any process can
+            # connect.
             published_secrets = f"{self._my_address.secret} {address.secret}".encode()
             if not secrets.compare_digest(peer_secrets, published_secrets):
                 raise TransportError("it did not present the secrets of this run")
             wire, _ = choose_wire(self._rank, self._my_address, peer, address)
             if (wire == "shm") != (link.family == socket.AF_UNIX):
-                raise TransportError(
-                    f"rank {peer} did not connect over the wire {wire}"
-                )
+                raise TransportError(f"rank {peer} did not connect over {wire}")
             link.settimeout(self._left_s(f"rank {peer} to read the answer"))
             link.sendall(self._my_address.secret.encode())
         except (TransportError, OSError, ValueError) as error:
@@ -415,7 +414,7 @@ class _Rendezvous:
                     self._address(peer)
                     break
         raise TransportError(
-            f"rank {peer} refused the connection of rank {self._rank}, or exited; see its log"
+            f"rank {peer} refused the connection from rank {self._rank}, or exited; see its log"
         )
 
     def _read_answer(self, peer: int, link: socket.socket) -> bool:
@@ -439,7 +438,7 @@ class _Rendezvous:
                 return False
             if not secrets.compare_digest(answer, expected):
                 raise TransportError(
-                    f"the answer of rank {peer} to rank {self._rank} is damaged; check the "
+                    f"rank {peer}'s answer to rank {self._rank} is damaged; check the "
                     f"network between the hosts"
                 )
             # Over TCP, this cannot be checked earlier: until the peer accepts the connection, no
@@ -488,8 +487,8 @@ def connect_peers(
 ) -> dict[int, Connection]:
     """Connect this process to its peers in the job; return a socket for each peer.
 
-    For the arguments, see `NativeTransport`. `timeout_s` limits how long connecting may take. The
-    store's own time-out detects a rank that never publishes its address.
+    For the arguments, see `NativeTransport`. `timeout_s` limits how long connecting may take. A
+    rank that never publishes its address is detected by the store's own time-out.
 
     Raises:
         TransportError: A peer did not appear, or the wire is unavailable; the error names the peer

@@ -1,10 +1,9 @@
 """Carries device tensors over a transport for host tensors, staged through pinned memory.
 
-A send copies the tensor to pinned host memory, on a separate stream that waits for the computation.
-A thread sleeps until the copy is complete, and then sends the copy, or publishes the slot that
-contains it. A received tensor is copied to the device directly from where it arrived in host
-memory. The caller therefore never waits for the device, and memory is read only after its copy is
-complete.
+A send copies the tensor to pinned host memory on a separate stream that waits for the computation.
+A thread sleeps until the copy is complete, then sends it or publishes the slot that contains it. A
+received tensor is copied to the device directly from where it arrived in host memory. The caller
+therefore never waits for the device, and memory is read only after its copy is complete.
 """
 
 from __future__ import annotations
@@ -66,21 +65,21 @@ class StagedTransport:
         self._writes_slots = bool(memory) and len(self._pinned) == len(memory)
         if self._writes_slots:
             total = sum(num_bytes for _, num_bytes in memory)
-            _log.info("%d MiB of memory for messages are pinned", total >> 20)
+            _log.info("pinned %d MiB of memory for messages", total >> 20)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Wait for the previous step's sends, then start a step."""
-        # The tags of these messages contain the number of the previous step.
+        # These messages' tags contain the previous step's number.
         self._drain(self._timeout_s)
         self._host.begin(expected, slots)
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a host tensor at once, or a device tensor when its copy is complete."""
+        """Send a host tensor immediately, or a device tensor once its copy is complete."""
         self._check()
         if tensor.is_cpu:
             self._host.isend(tensor, target, message)
             return
-        # Keep an alias of the storage: the caller may replace the `data` of its tensor.
+        # Keep an alias of the storage: the caller may replace its tensor's `data`.
         source = plain(tensor.detach())
         # Over shared memory and RDMA, the device copies into a slot, so that the host does not copy
         # the bytes again.
@@ -142,8 +141,9 @@ class StagedTransport:
     def close(self) -> None:
         """Wait for the running copies and release all resources."""
         atexit.unregister(self.close)  # atexit would keep the transport alive
-        # A device copy cannot be cancelled. So memory that the copy may still use stays registered
-        # until the process exits, and no slot is reused before its copy is complete.
+        # A device copy cannot be cancelled, so memory that it may still use stays
+        # registered until the process exits, and no slot is reused before its copy is
+        # complete.
         have_ended = [thread.stop(_CLOSE_S) for thread in (self._sends, self._releases)]
         if all(have_ended):
             for address in self._pinned:

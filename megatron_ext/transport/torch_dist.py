@@ -53,15 +53,16 @@ class _Posted:
 
 
 class TorchTransport:
-    """Carries tensors over the process groups of torch.distributed.
+    """Carries tensors over torch.distributed process groups.
 
-    The constructor is collective over all ranks of the job.
+    The constructor is collective over all ranks in the job.
 
     Args:
         device: Device on which received tensors are allocated.
-        links: All links with this rank as source or target.
+        links: All links that have this rank as source or target.
         timeout_s: Time-out of an operation. With gloo, it applies to each `recv` separately.
-        shapes_travel: Whether a header with the shape precedes each message; equal on all ranks.
+        shapes_travel: Whether a header with the shape precedes each message; identical on all
+            ranks.
     """
 
     def __init__(
@@ -76,17 +77,18 @@ class TorchTransport:
         self._shapes_travel = shapes_travel
         self._timeout_s = timeout_s
         self._matches_tags = dist.get_backend() == dist.Backend.GLOO
-        # Whether a receive needs the shape from the preceding header, and therefore blocks the
-        # host. If so, the receives that are due are started at the beginning of the next call
-        # rather than at the end of the previous one, because by then the computation between the
-        # two calls has been launched.
+        # Whether a receive needs the shape from the preceding header and therefore
+        # blocks the host. If so, the receives that are due are started at the beginning
+        # of the next call rather than at the end of the previous one, because by then
+        # the computation between the two calls has been launched.
         self._one_by_one = shapes_travel and not self._matches_tags
         self._me = dist.get_rank()
         links = set(links)
-        # None is the group of all ranks.
+        # None stands for the group of all ranks.
         self._groups: dict[Link, dist.ProcessGroup | None] = dict.fromkeys(links)
-        # gloo matches messages by tag. NCCL and MCCL ignore tags and run a communicator's
-        # operations one after the other, so each direction of each link needs a separate group.
+        # gloo matches messages by tag. NCCL and MCCL ignore tags and run a
+        # communicator's operations one after another, so each direction of each link
+        # needs a separate group.
         if not self._matches_tags:
             self._groups.update(groups_of_ranks(links, timeout_s))
             # Use each group once, in the same order on all ranks: the first use of a group creates
@@ -98,7 +100,7 @@ class TorchTransport:
                     dist.send(probe, target, group)
                 else:
                     dist.recv(probe, source, group)
-        # Receives of this step that have not started.
+        # This step's receives that have not started.
         self._waiting: deque[Expected] = deque()
         # Receives in progress, by source and message.
         self._posted: dict[tuple[int, Message], _Posted] = {}
@@ -159,8 +161,8 @@ class TorchTransport:
         self._stats.bytes += tensor.nbytes
         while sent and sent[0][0].is_completed():
             sent.popleft()
-        # Above a limit, wait for the oldest sends, to bound memory use. The limit allows for two
-        # directions of data flow, all tensors of a message, and their headers.
+        # Above a limit, wait for the oldest sends to limit memory use. The limit allows
+        # for two directions of data flow, all of a message's tensors and their headers.
         limit = 2 * self._slots * self._parts
         if self._shapes_travel:
             limit *= 2
@@ -193,8 +195,8 @@ class TorchTransport:
             TransportError: Always.
         """
         raise TransportError(
-            "torch.distributed cannot report whether a message has arrived, so it carries static "
-            "schedules only; use --pipeline-transport auto for dynamic ones"
+            "torch.distributed cannot report whether a message has arrived, so it only supports "
+            "static schedules; use --pipeline-transport auto for dynamic ones"
         )
 
     def wake(self) -> None:
@@ -218,7 +220,7 @@ class TorchTransport:
         self._sent.clear()
 
     def close(self) -> None:
-        """Drop all operations and destroy the communicators of this transport."""
+        """Drop all operations and destroy this transport's communicators."""
         self._drop()
         if not self._matches_tags:
             for group in self._groups.values():
@@ -230,16 +232,16 @@ class TorchTransport:
         return self._stats
 
     def count_call(self) -> None:
-        """Count an `isend` or `recv`, including a call that another transport has carried out."""
+        """Count an `isend` or `recv`, including one that went through another transport."""
         self._calls += 1
         if not self._one_by_one:
             self._post_due()
 
     def _post_due(self) -> None:
         """Start the receives that are due."""
-        # Start the receives in the order that all ranks share (`schedules/search/queues.py`), each
-        # as soon as all earlier sends and receives have started: NCCL runs a communicator's
-        # operations one after the other.
+        # Start the receives in the order that all ranks share
+        # (`schedules/search/queues.py`), each as soon as all earlier sends and receives
+        # have started: NCCL runs a communicator's operations one after another.
         while self._waiting and self._waiting[0].after <= self._calls:
             self._post(self._waiting.popleft())
 
@@ -260,7 +262,7 @@ class TorchTransport:
         self._posted[source, message] = posted
 
     def _post_message(self, header: _Posted, timeout_s: float) -> _Posted:
-        """Wait for a header and start the receive of its message."""
+        """Wait for a header and start receiving its message."""
         source, message, _, dtype, _ = header.expected
         self._wait(header.work, source, message, timeout_s)
         ndim, *shape = header.tensor.tolist()
@@ -283,9 +285,9 @@ class TorchTransport:
         return _Posted(work, tensor, item, is_header)
 
     def _tag(self, message: Message, is_header: bool) -> int:
-        """Return a tag of 31 bits, which is never 0, because other code uses 0.
+        """Return a 31-bit tag, which is never 0, because other code uses 0.
 
-        Every second step reuses the same tags.
+        Every other step reuses the same tags.
         """
         if not self._matches_tags:
             return 0
@@ -298,8 +300,8 @@ class TorchTransport:
                 f"{message} exceeds the limits of message tags: a step has at most 512 stages, "
                 f"16384 micro-batches and 7 tensors in each message; use fewer micro-batches"
             )
-        # Slices may share a tag: messages with the same tag arrive in the order of the sends, which
-        # is the order of the posted receives.
+        # Slices may share a tag: messages with the same tag arrive in sending order,
+        # which is the order of the posted receives.
         part = 7 if message.header else message.part
         tag = ((message.microbatch << 9 | message.stage) << 3 | part) << 2
         tag |= _KINDS.index(message.kind)
@@ -312,9 +314,9 @@ class TorchTransport:
         message: Message | None,
         timeout_s: float | None,
     ) -> None:
-        """Wait until a peer's message has arrived or, without a message, until a send completes.
+        """Wait until a peer's message has arrived or, if `message` is None, until a send completes.
 
-        Without a time-out, the group's time-out applies.
+        If `timeout_s` is None, the group's time-out applies.
 
         Raises:
             TransportError: The operation failed or timed out; the error names the peer and the
@@ -347,13 +349,13 @@ def groups_of_ranks(
 ) -> dict[_Members, dist.ProcessGroup]:
     """Return a process group for each set of global ranks. Collective over the whole job.
 
-    Each set contains this rank, and all ranks of a set pass the same set. `backend` is a
+    Each set contains this rank, and all ranks in a set pass the same set. `backend` is a
     torch.distributed backend; None means the job's backend.
     """
-    # Create all groups on all ranks. Otherwise torch names a group by the number of groups that
-    # contain the calling rank, and this number differs between ranks of a pipeline (for example
-    # because of embedding groups), so two ranks would wait for each other forever, with different
-    # names.
+    # Create all groups on all ranks. Otherwise, torch names a group after the number of
+    # groups that contain the calling rank, which differs between the ranks of a
+    # pipeline (for example because of embedding groups), so two ranks would wait for
+    # each other forever under different names.
     sets_of_rank = sorted(set(sets))
     sets_by_rank: list[list[_Members]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(sets_by_rank, sets_of_rank)

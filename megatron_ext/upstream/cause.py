@@ -2,7 +2,7 @@
 
 torchrun gives each rank a file for its error and reports the rank that exited first. That rank
 often only lost its peer, while the rank that caused the failure is still exiting. So each rank also
-records how it exited, and `first` picks the cause from the records of all ranks.
+records how it exited, and `first` picks the cause from all ranks' records.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ _PEER_LOST = re.compile(
     r"exited|ncclRemoteError|Timed out waiting \d+ ?ms"
 )
 
-# torchrun stops a failed job with SIGTERM, which a data loader's worker may get before its rank. If
-# the system kills a worker, for example because memory is full, the signal is SIGKILL.
+# torchrun stops a failed job with SIGTERM, which a data loader's worker may receive
+# before its rank does. If the system kills a worker, for example because memory is
+# full, the signal is SIGKILL.
 _STOPPED_WORKER = re.compile(r"DataLoader worker .* is killed by signal: Terminated")
 
 
@@ -78,14 +79,14 @@ class Cause:
     reason: str
     """The exception's text, in one line."""
     at: float
-    """When the rank exited, in seconds since 1970, by its host's clock."""
+    """When the rank exited, in seconds since 1970, according to its host's clock."""
     iteration: int | None = None
     """The training iteration, counted from 1. None before training and in programs without
     iterations."""
     order: int = 0
     """Order of rejected results within a step: losses come before gradients."""
     code: int | None = None
-    """Exit code of the rank, negative for a signal; None if the rank does not exit by itself."""
+    """The rank's exit code, negative for a signal; None if the rank does not exit on its own."""
 
     @property
     def is_sure(self) -> bool:
@@ -135,14 +136,15 @@ def of_error(error: BaseException) -> Cause:
         # The watchdog uses the ranks of the current attempt.
         if error.rank is None or str(error.rank) == os.environ.get("RANK", "0"):
             return replace(ending, kind="hang")
-        # Blame the rank that the others wait for. It is still running, so it has no exit code.
+        # Blame the rank that the others are waiting for. It is still running, so it has
+        # no exit code.
         return replace(ending, kind="hang", rank=error.rank, code=None)
     if isinstance(error, SystemExit):
         if (
             code in _RESULTS_REJECTED
             and "megatron.core.rerun_state_machine" in sys.modules
         ):
-            reason = "Megatron's check of results failed on another rank"
+            reason = "Megatron's result check failed on another rank"
             return replace(ending, kind="effect", reason=reason)
         reason = _exit_words(error)
         if left_while_loading(error):
@@ -179,20 +181,21 @@ def left_while_loading(error: SystemExit) -> bool:
 
 
 def current_iteration() -> int | None:
-    """Return the number of Megatron's current iteration, from 1; None before the first one."""
-    # Megatron sets it at the start of each iteration to the number of completed ones.
+    """Return the number of Megatron's current iteration, counted from 1; None before the first."""
+    # At the start of each iteration, Megatron sets it to the number of completed
+    # iterations.
     completed = getattr(megatron_arguments(), "curr_iteration", None)
     return None if completed is None else completed + 1
 
 
 def started_rank() -> int:
-    """Return the global rank with which the launcher started this process.
+    """Return the global rank that this process had when the launcher started it.
 
-    The launcher names its ranks and their logs like this, even after a restart in the same
-    processes has given them other ranks.
+    The launcher uses this number for ranks and their logs, even after a restart in the same
+    processes has given them different ranks.
     """
     text = os.environ.get(parent.STARTED_RANK) or os.environ.get("RANK", "0")
-    # Without our launcher, the rank at the start of a reserve rank is not known.
+    # Without our launcher, a reserve rank's initial rank is unknown.
     return int(text) if text.isdecimal() else 0
 
 
@@ -221,7 +224,7 @@ def read(folder: Path, survived: Sequence[int] = ()) -> list[Cause]:
 
     Args:
         folder: The log folder.
-        survived: Local ranks whose loss the job had survived, so that they explain nothing.
+        survived: Local ranks whose loss the job survived, so they explain nothing.
     """
     causes = []
     for path in folder.glob("*/attempt_0/*/error.json"):
@@ -249,7 +252,8 @@ def from_json(fields: Any) -> Cause:
 
 def _is_consequence(error: BaseException) -> bool:
     """Return whether torch raised this error because another rank failed."""
-    # In some releases of torch, DistBackendError and similar errors have no public common base.
+    # In some releases of torch, DistBackendError and similar errors have no common
+    # public base class.
     kind = type(error)
     if kind.__module__.startswith("torch") and kind.__name__.startswith("Dist"):
         return True
@@ -318,7 +322,7 @@ def _own_words(error: BaseException) -> str:
 
 
 def _exit_words(error: SystemExit) -> str:
-    """Return which line of the program called `sys.exit`, and with which argument."""
+    """Return which line of the program called `sys.exit` and with which argument."""
     frames = traceback.extract_tb(error.__traceback__)
     place = ""
     if frames:

@@ -1,4 +1,4 @@
-"""Writes the file from which torchrun reads why a rank failed."""
+"""Writes the file that tells torchrun why a rank failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ext.upstream import cause
 
 
 class WholeErrorFile(ErrorHandler):
-    """torch's error handler, writing the file atomically and with the cause for the launcher."""
+    """torch's error handler, but with atomic writes and the cause for the launcher."""
 
     def record_exception(self, e: BaseException) -> None:
         """Write the exception that stops this rank."""

@@ -1,6 +1,6 @@
 """Reports an error in one line, once per host, however many ranks on the host raise it.
 
-Before the ranks are connected, an error may concern one rank (a package that only the last rank
+Before the ranks are connected, an error may affect one rank (a package that only the last rank
 imports) or one host (a missing file), and the ranks cannot consult each other. So a rank reports
 its error unless it knows that another rank on its host has reported the same error. A failing host
 also leaves a notice in torchrun's store. Without it, the other hosts would wait for minutes in
@@ -32,13 +32,15 @@ from megatron_ext.upstream.signatures import megatron_arguments
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-# A rank that has reported stays alive for this time, so that the other ranks on its host do not
-# report too. It exits before they do, so that a launcher shows the log of a rank with a reason.
+# A rank that has reported stays alive for this long, so that the other ranks on its
+# host do not report too. The rank exits before they do, so that a launcher shows the
+# log of a rank with a reason.
 _HELD_S = 0.3
 # Ranks that have not reported wait longer, so that the rank that has reported exits first.
 _OTHERS_S = 1.0
-# The longest time that a rank stays alive after it has lost a peer. torchrun considers the first
-# rank to exit as failed, but the rank with the reason takes seconds to exit.
+# The longest time that a rank stays alive after it has lost a peer. torchrun treats the
+# first rank to exit as the failed one, but the rank with the reason takes seconds to
+# exit.
 _CAUSE_S = 5.0
 # Time-out of a connection to torchrun's store, and the interval between checks of the store.
 _CONNECT_S = 5.0
@@ -51,22 +53,23 @@ def report(error: BaseException) -> None:
     line = line_of(error)
     is_first = _is_first(line)
     connected = _is_connected()
-    # Every rank writes its cause, even if it prints nothing. The launcher may SIGKILL it during its
-    # exit, and would otherwise report the SIGKILL as the cause.
+    # Every rank writes its cause, even if it prints nothing. The launcher may SIGKILL
+    # it while it exits and would otherwise report the SIGKILL as the cause.
     cause.write(cause.of_error(error), line)
     if is_first:
         rank = cause.started_rank()
         prefix = f"[rank {rank}] " if connected else ""
         sys.stderr.write(f"{prefix}megatron_ext: error: {line}\n")
         sys.stderr.flush()
-        # Once connected, the other hosts notice the failure by themselves, because their
+        # Once connected, the other hosts notice the failure on their own, because their
         # collectives fail.
         if not connected and _has_other_hosts():
-            # This fails if the store's host has exited, and then the job stops without the notice.
+            # This fails if the store's host has exited, in which case the job stops
+            # without the notice.
             with suppress(RuntimeError):
                 _store().set(_key(), f"rank {rank} on {socket.gethostname()}: {line}")
     if isinstance(error, TransportError) and "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun stops this rank with SIGTERM as soon as it has noticed the failed rank.
+        # torchrun stops this rank with SIGTERM as soon as it notices the failed rank.
         ended = threading.Event()
         before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
         ended.wait(_CAUSE_S)
@@ -77,7 +80,7 @@ def report(error: BaseException) -> None:
 
 
 def report_exit(error: SystemExit) -> bool:
-    """Record which line called `sys.exit` on this rank, and print it if nothing else does.
+    """Record which line called `sys.exit` on this rank; print it if nothing else does.
 
     The other ranks lose their connection to this one, and their messages point to it for the
     reason.
@@ -99,10 +102,10 @@ def report_exit(error: SystemExit) -> bool:
 
 
 def report_interrupt() -> None:
-    """Print on the first rank how far an interrupted training got, and how to continue."""
+    """Print, on the first rank, how far an interrupted run got and how to continue it."""
     if os.environ.get("RANK", "0") != "0":
         return
-    line = "interrupted before the training began"
+    line = "interrupted before training began"
     args = megatron_arguments()
     if args is not None and getattr(args, "curr_iteration", None):
         # Megatron updates `curr_iteration` when the next step starts, but saves before that.
@@ -116,7 +119,7 @@ def report_interrupt() -> None:
 
 
 def to_resume(save: str | None, load: str | None) -> str:
-    """Describe a training run's last checkpoint, and how to continue from it."""
+    """Describe a training run's last checkpoint and how to continue from it."""
     if save is None:
         return "nothing was saved (--save DIR --load DIR)"
     last = _last_saved(save)
@@ -140,7 +143,7 @@ def interrupts() -> Iterator[threading.Event]:
     """Yield an event that is set when Ctrl-C interrupts the block; a second Ctrl-C is ignored.
 
     Check the event instead of the exception: a rank that waits in a collective may first notice
-    that its peers have exited, and then raises a connection error although the user has interrupted
+    that its peers have exited, and then raise a connection error even though the user interrupted
     it.
     """
     interrupted = threading.Event()
@@ -167,10 +170,11 @@ def _is_first(line: str) -> bool:
     """Return whether no other rank on this host has reported the same line.
 
     A rank claims the line by binding an abstract socket name. The kernel frees the name when the
-    process exits, so the socket stays open.
+    process exits, so the socket is left open.
     """
-    # All ranks on a host have the launcher's agent as their parent. With its id in the name, two
-    # jobs of a user, or a restarted job, do not silence each other.
+    # All ranks on a host have the launcher's agent as their parent. The name includes
+    # its id, so that a user's two jobs, or a job and its restart, do not silence each
+    # other.
     job = (os.getuid(), os.getppid(), os.environ.get("TORCHELASTIC_RUN_ID", ""), line)
     digest = hashlib.sha256(repr(job).encode()).hexdigest()
     claim = socket.socket(socket.AF_UNIX)
@@ -178,7 +182,7 @@ def _is_first(line: str) -> bool:
         claim.bind(f"\0megatron_ext/{digest}")
     except OSError as error:
         claim.close()
-        # If abstract sockets are not available, report twice rather than never.
+        # If abstract sockets are not available, report twice rather than not at all.
         return error.errno != errno.EADDRINUSE
     claim.detach()
     # The first rank to report may have exited already: on a loaded host, a rank may fail seconds
@@ -229,7 +233,7 @@ def _key() -> str:
 def watching_other_hosts() -> Iterator[None]:
     """Exit with the reason if another host fails before the ranks are connected.
 
-    One rank on each host watches the store. When that rank exits, torchrun stops the host's other
+    One rank per host watches the store. When that rank exits, torchrun stops the host's other
     ranks.
     """
     if not _has_other_hosts() or os.environ.get("LOCAL_RANK") != "0":
@@ -253,7 +257,8 @@ def _watch(is_over: threading.Event) -> None:
     try:
         store = _store()
         while not is_over.is_set() and not _is_connected():
-            # Don't use `wait`, which logs two lines of warnings each time it finds no failure.
+            # Do not use `wait`, which logs two lines of warnings each time it finds no
+            # failure.
             if not store.check([_key()]):
                 is_over.wait(_LOOK_S)
                 continue

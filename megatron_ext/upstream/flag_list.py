@@ -1,7 +1,7 @@
 """The installed Megatron's flags, read from its sources.
 
 Importing Megatron's own parser requires torch and takes seconds. This module parses the sources
-instead, and collects the names, types and choices of every flag. So a command line can be checked
+instead and collects every flag's names, type and choices, so that a command line can be checked
 before a job starts, by the rules that apply in the job. `tests/test_flag_list.py` compares the list
 with the parser itself.
 """
@@ -38,7 +38,7 @@ class MegatronFlag:
     keywords: dict[str, Any]
     """Arguments of `ArgumentParser.add_argument`, without the default."""
     default: Any = None
-    """The default. It is None as well if the source computes the default."""
+    """The default; also None if the source computes it."""
 
     @property
     def dest(self) -> str:
@@ -49,7 +49,8 @@ class MegatronFlag:
 
     def add_to(self, parser: ArgumentParser) -> None:
         """Add the flag to a parser, without its default."""
-        # SUPPRESS omits flags that the user does not give from the parsed arguments.
+        # With SUPPRESS, flags that the user does not give are absent from the parsed
+        # arguments.
         parser.add_argument(*self.names, default=SUPPRESS, **self.keywords)
 
 
@@ -193,8 +194,8 @@ class _Converters:
         text = ast.unparse(self._functions.get(name, converter))
         member = re.search(r"\b([A-Z]\w+)\[\w+\]", text)
         if member is not None and self._classes is not None:
-            # The choices are an enumeration's member names, or the words that the function compares
-            # the value with.
+            # The choices are an enumeration's member names, or the words that the
+            # function compares the value to.
             words = re.findall(r"[\"'](\w+)[\"']", text)
             return {"type": str, "choices": [*self._classes.members(member[1]), *words]}
         # Treat bool as text too: argparse calls it on the word, so every non-empty word is valid.
@@ -206,7 +207,7 @@ def _integers(word: str) -> tuple[int, ...]:
 
 
 def _frequency(word: str) -> int | str:
-    """Parse a number of layers, or a list with one number for each layer."""
+    """Parse a number of layers, or a list with one number per layer."""
     if "[" in word and _PATTERN.fullmatch(word):
         return word
     return int(word)
@@ -242,13 +243,13 @@ class _Classes:
         return None
 
     def fields(self, name: str) -> dict[str, ast.AnnAssign]:
-        """Return a dataclass's fields in order, including the fields of its base classes."""
+        """Return a dataclass's fields in order, including those of its base classes."""
         definition = self.named(name)
         if definition is None:
             return {}
         fields: dict[str, ast.AnnAssign] = {}
-        # As in `dataclasses`, the fields of base classes come first, and redefining a field keeps
-        # its place.
+        # As in `dataclasses`, the fields of base classes come first, and a redefined
+        # field keeps its place.
         for base in definition.bases:
             fields |= self.fields(ast.unparse(base))
         for node in definition.body:
@@ -273,7 +274,7 @@ class _Classes:
 def _made_of_classes(
     function: ast.FunctionDef, classes: _Classes
 ) -> Iterator[MegatronFlag]:
-    """Yield the flags that a function creates from the fields of dataclasses."""
+    """Yield the flags that a function creates from dataclass fields."""
     # Upstream stores the names of excluded fields in a variable before it calls the factory.
     lists: dict[str, Any] = {}
     for node in ast.walk(function):
@@ -296,7 +297,7 @@ def _made_of_classes(
 
 
 def _excluded(call: ast.Call, lists: Mapping[str, Any]) -> Sequence[str]:
-    """Return the names of the fields for which a factory creates no flags.
+    """Return the names of the fields that a factory does not create flags for.
 
     `lists` maps the variables of the calling function to their values.
     """
@@ -333,7 +334,7 @@ def _of_field(
         if default is not False:
             names = [f"no_{name}", f"disable_{name}"]
     flags = tuple(f"--{spelling.replace('_', '-')}" for spelling in names)
-    # A field's metadata override what its type implies, as in upstream's factory.
+    # A field's metadata overrides what its type implies, as in upstream's factory.
     keywords |= {key: value for key, value in metadata.items() if key != "arg_names"}
     default = keywords.pop("default", default)
     keywords.pop("help", None)

@@ -17,11 +17,11 @@ HOSTED_STORES = "MEGATRON_EXT_HOSTED_STORES"
 """Environment variable for ranks: "1" if the launcher hosts the stores, so that no rank has to."""
 
 HOST_ADDRESS = "MEGATRON_EXT_HOST_ADDRESS"
-"""Environment variable for ranks that may be lost: the address at which other hosts reach
-theirs."""
+"""Environment variable for ranks that may be lost: the address at which other hosts reach the
+rank's host."""
 
 STARTED_RANK = "MEGATRON_EXT_STARTED_RANK"
-"""Environment variable for ranks that may be lost: the global rank of the process at its start. A
+"""Environment variable for ranks that may be lost: the process's global rank when it started. A
 restart within the processes changes RANK, which is `None` for reserve ranks."""
 
 RANKS_MET = "MEGATRON_EXT_RANKS_MET"
@@ -45,7 +45,7 @@ def die_with_parent(agent_pid: int | None = None) -> None:
     nothing.
 
     Args:
-        agent_pid: Process id of the agent. If None, read it from the environment, if it is set.
+        agent_pid: Process id of the agent. If None, it is read from the environment, if set there.
     """
     if agent_pid is None:
         agent_pid = int(os.environ.get(AGENT_PID, "0"))
@@ -56,8 +56,8 @@ def die_with_parent(agent_pid: int | None = None) -> None:
     # Use SIGKILL: a rank inside a collective does not respond to signals that Python handles.
     # The kernel clears the setting in children, so each process must call this itself.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have exited before the call, and then no signal follows. So check that the
-    # agent is still among the ancestors.
+    # The parent may have exited before the call, in which case no signal follows. Check
+    # that the agent is still among the ancestors.
     if agent_pid not in [parent.pid for parent in psutil.Process().parents()]:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -21,11 +21,11 @@ from typing import TextIO
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|(.*)")
 _VALUE = re.compile(r"(\w[\w ]*) value: (\S+) \|")
 _PARALLEL_SIZE = re.compile(r"([a-z -]+?)(?:-model)?-parallel size: (\d+)")
-# torchrun runs Python unbuffered, where a line and its newline are two writes. So the lines of two
-# ranks may merge, and one line may match this several times.
+# torchrun runs Python unbuffered, so a line and its newline are two writes. The lines
+# of two ranks may therefore merge, and one line may match this several times.
 _PARAMETERS = re.compile(r"> number of parameters on [^>]* rank (\([\d, ]+\)): (\d+)")
-# Warnings about optional packages, warnings about files that do not exist yet in a first run, and
-# Megatron's internal notes.
+# Warnings about optional packages, warnings about files that do not exist yet on a
+# first run, and Megatron's internal notes.
 _HARMLESS = re.compile(
     r"apex|transformer[ _-]engine|pin_memory|one_logger|legacy tokenizer|GPTModel IS DEPRECATED"
     r"|RerunStateMachine|Result validation|path_to_cache is None|metadata file"
@@ -67,8 +67,9 @@ class PersonView:
     """Source -> whether torch prefixed the last error shown, whose message may have more lines."""
 
     def feed(self, line: str, source: str = "") -> list[str]:
-        """Return the lines to show for a line in the log, usually none."""
-        # Only torch adds this prefix, so the lines that follow with the prefix belong to the error.
+        """Return the lines to show for a line of the log, usually none."""
+        # Only torch adds this prefix, so the following lines with the prefix belong to
+        # the error.
         is_marked = _RANK.match(line) is not None
         line = _RANK.sub("", line.rstrip())
         if line.startswith("Traceback (most recent call last)"):
@@ -102,7 +103,7 @@ class PersonView:
         return shown
 
     def has_shown(self, line: str) -> bool:
-        """Return whether a line was shown, or a line that differs only in its numbers."""
+        """Return whether a line, or one that differs only in its numbers, has been shown."""
         line = _RANK.sub("", line)
         return line in self._shown or _numberless(line) in self._shown
 
@@ -225,7 +226,7 @@ class PersonView:
         return self._once(_STAGES[match.re.pattern].format(*match.groups()))
 
 
-# Megatron's lines that are shown as a short line when they first appear.
+# Megatron's lines that are shown in short form when they first appear.
 _STAGES = {
     r"> initializing torch distributed": "connecting the ranks",
     r"building \w+ model": "building the model",
@@ -248,7 +249,7 @@ _FORMS = {
     r"^  seq_length \.+ (\d+)": PersonView._note_seq_length,
     _PARAMETERS.pattern: PersonView._note_parameters,
     r"^(?:\[rank \d+\] )?megatron_ext(?:: |\s+runs )": PersonView._ours,
-    # Omit the name of the logger, or the place in Megatron that issues the warning.
+    # Omit the logger's name, or the place in Megatron that issues the warning.
     r"(?i)^WARNING[: ]\s?(?:[\w.]+:)?(.*)": PersonView._warning,
     r"(?i)^.*?:\d+: \w*Warning: (.*)": PersonView._warning,
     r"(?i)^(\S*: ?warning: .*)": PersonView._warning,
@@ -275,7 +276,7 @@ def _loss(name: str, value: str) -> str:
 
 
 def _numberless(text: str) -> str:
-    # Ranks, process ids and ports differ between otherwise equal lines.
+    # Ranks, process ids and ports differ between otherwise identical lines.
     return re.sub(r"\d+", "#", text)
 
 
@@ -287,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--log", type=Path, metavar="FILE", help="write every line to FILE"
     )
-    parser.add_argument("--raw", action="store_true", help="show every line as it is")
+    parser.add_argument("--raw", action="store_true", help="show every line unchanged")
     options = parser.parse_args(argv)
     is_stopped = False
 
@@ -295,8 +296,9 @@ def main(argv: list[str] | None = None) -> int:
         nonlocal is_stopped
         is_stopped = True
 
-    # Ctrl-C reaches the whole process group. Write the training's last lines to the file but do not
-    # show them: after Ctrl-C, users do not care how the launcher and its ranks exit.
+    # Ctrl-C reaches the whole process group. Write the training run's last lines to the
+    # file but do not show them: after Ctrl-C, users do not care how the launcher and
+    # its ranks exit.
     signal.signal(signal.SIGINT, stop)
     view = PersonView()
     log_file: AbstractContextManager[TextIO | None] = nullcontext()

@@ -33,8 +33,8 @@ class Reference(NamedTuple):
     version: str
     """Version of the wheel."""
     tag: str
-    """Megatron-LM tag, for its scripts. The public mirror has no tag for 0.19.2, but
-    `megatron.training` is the same there as in 0.19.0."""
+    """Megatron-LM tag, for its scripts. The public mirror has no tag for 0.19.2, but its
+    `megatron.training` is the same as in 0.19.0."""
     commit: str
     """Commit of the tag."""
 
@@ -64,7 +64,7 @@ _TRAINING_SINCE: Release = (0, 17)
 
 
 def parse_release(version: str) -> Release | None:
-    """Return the major and minor number of a version, or None if it has no such numbers."""
+    """Return a version's major and minor numbers, or None if it has no such numbers."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -105,12 +105,13 @@ def core_version() -> str | None:
     The local part of the version is removed. On import, megatron.core appends the commit of any git
     repository that contains its files, such as a checkout with the environment inside.
     """
-    # Don't import megatron.core: it would bind names of torch.cuda before our patches are in place.
+    # Do not import megatron.core: it would bind names from torch.cuda before our
+    # patches are in place.
     info = sys.modules.get("megatron.core.package_info")
     if info is not None:
         return str(info.__version__).partition("+")[0]
     core = installed_core()
-    # Search in the order of an import. An empty entry means the current folder.
+    # Search in import order. An empty entry means the current folder.
     places = [Path(entry or ".") / "megatron" / "core" for entry in sys.path]
     if core is not None:
         places = [core]
@@ -132,7 +133,7 @@ def reference(release: Release | None = None) -> Reference:
     one.
     """
     release = release or installed_release() or _OLDEST
-    # A release newer than all references resembles the newest reference most.
+    # A release newer than all references is closest to the newest one.
     older = [minor for minor in REFERENCES if minor <= release]
     return REFERENCES[max(older, default=_OLDEST)]
 
@@ -168,7 +169,7 @@ def check_core() -> None:
     # NVIDIA's `megatron` is a namespace package without this file. A file here belongs to another
     # package on the package index that is also named `megatron`.
     files = (Path(entry or ".") / "megatron" / "__init__.py" for entry in sys.path)
-    # Don't use Path.is_file(), which raises inside a folder without access permission.
+    # Do not use Path.is_file(), which raises inside a folder without access permission.
     package = next((file.resolve() for file in files if os.access(file, os.R_OK)), None)
     if package is not None:
         raise UserError(

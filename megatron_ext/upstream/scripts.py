@@ -1,4 +1,4 @@
-"""Finds the file of a training script, and whether the script belongs to Megatron-LM."""
+"""Finds a training script's file and determines whether it belongs to Megatron-LM."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_ext.upstream import tree as upstream
 
 
 def find_script(script: str) -> Path | None:
-    """Return the file of a script, given by path or by its name in Megatron-LM.
+    """Return a script's file, given its path or its name in Megatron-LM.
 
-    None means that GPT runs with the wheel's training loop, without a script.
+    If there is no script and GPT runs with the wheel's training loop, the function returns None.
 
     Raises:
         UserError: The file does not exist, and neither a tree nor the wheel provides it.
-        UpstreamMismatch: The version of the tree differs from the installed megatron-core.
+        UpstreamMismatch: The tree's version differs from the installed megatron-core's.
     """
     path = Path(script)
     if path.is_file():
@@ -35,8 +35,8 @@ def find_script(script: str) -> Path | None:
     release = releases.installed_release()
     if script == "pretrain_bert.py" and release is not None and release >= (0, 18):
         raise UserError(
-            f"megatron-core {version} has no {script}; Megatron has BERT up to 0.17: "
-            "pip install 'megatron-core>=0.16,<0.18', then `megatron-ext upstream fetch`"
+            f"megatron-core {version} has no {script}; Megatron includes BERT only up to 0.17: pip "
+            "install 'megatron-core>=0.16,<0.18', then `megatron-ext upstream fetch`"
         )
     if tree is not None:
         raise UserError(
@@ -45,7 +45,7 @@ def find_script(script: str) -> Path | None:
         )
     if script != "pretrain_gpt.py":
         raise UserError(
-            f"there is no {script} here{_hint(path)}; the scripts of Megatron-LM need its tree: "
+            f"there is no {script} here{_hint(path)}; Megatron-LM's scripts need its tree: "
             f"{upstream.how_to_get()}"
         )
     if not releases.has_training():

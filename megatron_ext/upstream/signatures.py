@@ -2,7 +2,7 @@
 
 Releases differ in the keywords, names and modules of the functions that we call. This module
 inspects the functions themselves instead of the version, so it also handles a patched release, or a
-release that reverts a change. It imports Megatron only at the first use.
+release that reverts a change. Megatron is imported only on first use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 @cache
 def parameters(place: str) -> tuple[str, ...]:
-    """Return the names of the parameters of `module:function`, in order."""
+    """Return the parameter names of `module:function`, in order."""
     module, _, name = place.partition(":")
     return tuple(inspect.signature(getattr(import_module(module), name)).parameters)
 
@@ -41,8 +41,8 @@ def backward_step_of(model: Any, config: Any) -> Callable[[Any, Any, Any], Any]:
         return lambda inputs, outputs, gradients: step(
             inputs, outputs, gradients, config
         )
-    # 0.16 also takes the type of the model, which is stored below its wrappers. Look it up once per
-    # model, because a step can have thousands of backward passes.
+    # 0.16 also takes the model type, which is stored below the model's wrappers. Look
+    # it up once per model, because a step can have thousands of backward passes.
     model_type = import_module("megatron.core.utils").get_model_type(model)
     return lambda inputs, outputs, gradients: step(
         inputs, outputs, gradients, model_type, config
@@ -62,7 +62,8 @@ def needed_of_models() -> tuple[str, ...]:
 
 def default_groups() -> Any:
     """Return the process groups that Megatron's schedules use if the caller passes none."""
-    # The function exists since 0.19. Before, each of Megatron's schedules contained the code below.
+    # This function was added in 0.19. Before that, each of Megatron's schedules
+    # contained the code below.
     build = getattr(import_module(_SCHEDULES), "_build_default_pg_collection", None)
     if build is not None:
         return build()

@@ -34,7 +34,7 @@ def how_to_get() -> str:
 
 
 def cache_dir() -> Path:
-    """Return the folder into which `fetch` clones: in `XDG_CACHE_HOME`, by default `~/.cache`."""
+    """Return the folder that `fetch` clones into: in `XDG_CACHE_HOME`, by default `~/.cache`."""
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises for an unknown user
     base = os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
     return Path(base) / "megatron_ext" / f"Megatron-LM-{releases.reference().tag}"
@@ -43,7 +43,7 @@ def cache_dir() -> Path:
 def is_tree(path: Path) -> bool:
     """Return whether a directory is a Megatron-LM source tree; site-packages has no scripts."""
     training = path / "megatron" / "training" / "__init__.py"
-    # Don't use Path.is_file(), which raises inside a folder without access permission.
+    # Do not use Path.is_file(), which raises inside a folder without access permission.
     return os.access(training, os.R_OK) and os.access(path / "pretrain_gpt.py", os.R_OK)
 
 
@@ -107,7 +107,7 @@ def require_tree() -> Path:
 
     Raises:
         UserError: No tree was found.
-        UpstreamMismatch: The version of the tree is not supported.
+        UpstreamMismatch: The tree's version is not supported.
     """
     tree = find_tree()
     if tree is None:
@@ -126,7 +126,8 @@ def ignored_sources(core: Path) -> str | None:
         core: The `megatron/core` folder of the installed megatron-core.
 
     Returns:
-        None if there is no tree, or its sources equal the installed ones.
+        The sentence, or None if there is no tree or its sources are identical to the installed
+        ones.
     """
     tree = find_tree()
     if tree is None or not core.is_dir():
@@ -134,7 +135,8 @@ def ignored_sources(core: Path) -> str | None:
     in_tree = tree / "megatron" / "core"
     if in_tree.resolve() == core.resolve():
         return None
-    # `fetch` gets the release's first tag, and the installed patch release may be later.
+    # `fetch` gets the release's first tag, but the installed patch release may be
+    # later.
     is_other_version = releases.written_version(in_tree) != releases.written_version(
         core
     )
@@ -155,10 +157,10 @@ def ignored_sources(core: Path) -> str | None:
 
 
 def check_tree(tree: Path) -> None:
-    """Reject a tree whose scripts do not fit the installed megatron-core.
+    """Reject a tree whose scripts do not match the installed megatron-core.
 
     Raises:
-        UpstreamMismatch: The release of the tree differs from megatron-core's, or is not supported.
+        UpstreamMismatch: The tree's release differs from megatron-core's, or is not supported.
     """
     version = tree_version(tree)
     release = parse_release(version)
@@ -248,7 +250,7 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
 
     Raises:
         UserError: git is missing or failed, or the destination contains something else.
-        UpstreamMismatch: The tag points to another commit in that repository.
+        UpstreamMismatch: The tag points to a different commit in that repository.
     """
     target = destination or cache_dir()
     _, tag, expected = releases.reference()

@@ -20,7 +20,7 @@ VPP2 = "--num-virtual-stages-per-pipeline-rank 2 "
 CHOSEN = {
     PP4 + "--use-dpp": (
         "1f1b on 4 ranks, 8 micro-batches: dynamic order by hint, at most 5 activations (+1); ",
-        "; messages over the fastest wire for each pair of ranks (auto)",
+        "; messages over the fastest transport for each pair of ranks (auto)",
     ),
     PP4 + VPP2 + "--use-dpp --dpp-extra-activations 0 --pipeline-transport shm": (
         "interleaved chunks=2 on 4 ranks", "at most 5.5 activations (+0); ", "; messages over shm",
@@ -35,12 +35,12 @@ CHOSEN = {
     ),
 }  # fmt: skip
 REFUSED = {
-    "policy alone": (PP4 + "--dpp-policy hint", 4, ["--dpp-policy is for --use-dpp; add --use"]),
+    "policy alone": (PP4 + "--dpp-policy hint", 4, ["--dpp-policy requires --use-dpp; add --use"]),
     "extra alone": (PP4 + "--dpp-extra-activations 0", 4, ["for --use-dpp; add --use-dpp, or le"]),
     "extra": (PP4 + "--use-dpp --dpp-extra-activations -1", 4, ["--dpp-extra-activations 0"]),
     "extra without a bound": (
         PP4 + "--use-dpp --dpp-policy depth-first --dpp-extra-activations 2", 4,
-        ["--dpp-policy depth-first has no bound on memory"],
+        ["--dpp-policy depth-first has no memory bound"],
     ),
     "transport": (
         PP4 + "--use-dpp --pipeline-transport torch", 4,

@@ -299,7 +299,7 @@ def test_plans_recompute_whole_layers_in_16_bits(args: Namespace) -> None:
     args.fp8 = "e4m3"
     with pytest.raises(
         ArgumentsError,
-        match="in another way than in its schedule plans; use --recompute-gran",
+        match="differently than in its schedule plans; use --recompute-gran",
     ):
         choose(args, "1f1b")
 
@@ -458,7 +458,7 @@ def test_a_file_runs_pairs_apart_and_the_slices_of_the_flag(
     assert choose(args, f"csv:{path}").full.num_slices == 2
     args.pipeline_slices = 4
     with pytest.raises(
-        UserError, match="the file fixes the number of slices, which is 2, not 4"
+        UserError, match="the file fixes the number of slices at 2, got 4"
     ):
         choose(args, f"csv:{path}")
 
@@ -467,7 +467,7 @@ def test_ranks_that_wait_in_a_circle_are_shown(args: Namespace, tmp_path: Path) 
     path = tmp_path / "table.csv"
     path.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     args.pipeline_model_parallel_size = args.world_size = args.global_batch_size = 2
-    with pytest.raises(UserError, match="the orders of the ranks form a cycle"):
+    with pytest.raises(UserError, match="the ranks' orders form a cycle"):
         choose(args, f"csv:{path}")
 
 

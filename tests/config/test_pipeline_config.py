@@ -40,15 +40,15 @@ def _completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
         ({"schedule": "csv:x", "chunks": 2}, "schedule=csv:x: the file fixes chunks"),
         (
             {"costs": Costs()},
-            "costs is for schedules of this package; add schedule=NAME",
+            "costs requires one of this package's schedules; add schedule=NAME",
         ),
         (
             {"weights_at_once": True},
-            "weights_at_once is for schedules of this package; add sched",
+            "weights_at_once requires one of this package's schedules; add sched",
         ),
         (
             {"stash_ratio": 1.65},
-            "stash_ratio is for schedules of this package; add schedule=NAME",
+            "stash_ratio requires one of this package's schedules; add schedule=NAME",
         ),
         (
             {
@@ -129,7 +129,7 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str) -> No
         ),
         (
             lambda: DynamicOrder(policy="depth-first", extra_activations=1),
-            "policy=depth-first has no bound on memory",
+            "policy=depth-first has no memory bound",
         ),
         (lambda: Tracing(interval=0), "interval=0 must be at least 1"),
         (lambda: Tracing(interval=1.5), "interval 1.5 must be a whole number"),

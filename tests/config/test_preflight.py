@@ -202,7 +202,7 @@ def test_settings_within_settings_are_refused() -> None:
     ).refusals
     assert (
         str(refusal)
-        == "model contains settings, which are not read; pass each one by its own name"
+        == "model contains nested settings, which are not read; pass each one by its own name"
     )
     assert preflight({**SIZES, "tp_comm_overlap_cfg": {"qkv_fprop": {}}}, ZB_V).accepted
 
@@ -402,7 +402,7 @@ def test_groups_that_files_by_rank_need_are_made_and_named() -> None:
         (
             PipelineConfig(disaggregation=Disaggregation()),
             {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
-            "forward ranks receive new weights in the precision of the model, and cast them",
+            "forward ranks receive new weights in the model's precision and cast them",
         ),
     ],
 )

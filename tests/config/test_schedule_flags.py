@@ -289,7 +289,7 @@ REFUSED = {
     "two names": (PP4 + "--enable-bitpipe-schedule --pipeline-schedule zb-v", 4, ["leave one"]),
     "foreign option": (
         PP4 + "--pipeline-schedule zb-v --bitpipe-order zb", 4,
-        ["--bitpipe-order is for bitpipe, but zb-v was chosen"],
+        ["--bitpipe-order is an option of bitpipe, but zb-v was chosen"],
     ),
     "option alone": (PP4 + "--bitpipe-order zb", 4, ["none was chosen"]),
     "transport without a pipeline": (
@@ -315,7 +315,7 @@ REFUSED = {
     ),
     "length costs alone": (
         PP4 + "--pipeline-schedule zb-v --pipeline-length-costs 1,2", 4,
-        ["--pipeline-length-costs is for --pipeline-balance, --pipeline-slices or", "; add"],
+        ["--pipeline-length-costs requires --pipeline-balance, --pipeline-slices or", "; add"],
     ),
     "pp 1": ("--pipeline-schedule zb-v", 1, ["zb-v needs a pipeline", "use --pipeline-model-"]),
     "pp 1, bitpipe": ("--enable-bitpipe-schedule", 1, ["bitpipe-schedule needs a pipeline"]),
@@ -344,10 +344,12 @@ REFUSED = {
             [f"--pipeline-slices 4 cannot run with {refused}", remedy],
         )
         for flags, refused, remedy in [
-            ("--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor: an", "leave it out"),
+            ("--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor: experts",
+             "leave it out"),
             ("--moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type other",
              "use --moe-router-load-balancing-type aux_loss"),
-            ("--window-size 4,0", "--window-size: Megatron's mask", "leave --pipeline-slices out"),
+            ("--window-size 4,0", "--window-size: Megatron's sliding-window mask",
+             "leave --pipeline-slices out"),
             ("--reset-attention-mask --tensor-model-parallel-size 2",
              "--reset-attention-mask and", "leave one of them out"),
             ("--pipeline-balance order", "--pipeline-balance: it cuts all micro-batches alike",
@@ -372,11 +374,13 @@ REFUSED = {
     ),
     "slices of Megatron's schedule": (
         PP4 + "--pipeline-slices 4", 4,
-        ["--pipeline-slices 4 is for schedules of this package; add --pipeline-schedule NAME"],
+        ["--pipeline-slices 4 requires one of this package's schedules;",
+         "add --pipeline-schedule NAME"],
     ),
     "a layout for Megatron's schedule": (
         PP4 + "--pipeline-layout auto", 4,
-        ["--pipeline-layout auto is for schedules of this package; add --pipeline-schedule NAME"],
+        ["--pipeline-layout auto requires one of this package's schedules;",
+         "add --pipeline-schedule NAME"],
     ),
     "two layouts": (
         PP4 + "--pipeline-schedule 1f1b --pipeline-layout auto "
@@ -397,7 +401,8 @@ REFUSED = {
     ),
     "balance of Megatron's schedule": (
         PP4 + "--pipeline-balance pack", 4,
-        ["--pipeline-balance pack is for schedules of this package; add --pipeline-schedule NAME"],
+        ["--pipeline-balance pack requires one of this package's schedules;",
+         "add --pipeline-schedule NAME"],
     ),
 }  # fmt: skip
 

@@ -112,7 +112,7 @@ def declaring(argv: list[str]) -> str:
 def test_trees_are_refused_by_every_rank() -> None:
     for message in run_ranks(4, declaring, (GPT + PP2 + FBD).split()):
         assert (
-            "one tensor [s, b, h]; leave --forward-backward-disaggregating out"
+            "a single tensor [s, b, h]; remove --forward-backward-disaggregating"
             in message
         )
 
@@ -120,9 +120,7 @@ def test_trees_are_refused_by_every_rank() -> None:
 def test_shapes_that_a_program_adjusts_are_refused() -> None:
     from megatron_ext.disaggregation.step import forward_backward
 
-    with pytest.raises(
-        ScheduleError, match="leave --forward-backward-disaggregating out"
-    ):
+    with pytest.raises(ScheduleError, match="remove --forward-backward-disaggregating"):
         forward_backward(
             print, adjust_tensor_shapes_fn=lambda received, sent: (received, sent)
         )

@@ -246,7 +246,7 @@ def test_without_its_hook_a_tied_embedding_is_missed() -> None:
     found = start_ranks(4, bridge_runs.train_without_hook, timeout_s=280)
     assert found.values[0] is not None, found.describe()
     assert (
-        "the copies of the tied embedding on the first rank are equal, but"
+        "the copies of the tied embedding on the first rank are identical, but"
         in found.values[0]
     )
 
@@ -356,7 +356,7 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
             {},
             None,
             "--pipeline-schedule zb-v --trace-dir x",
-            "--trace-dir is for --trace",
+            "--trace-dir requires --trace",
         ),
         (
             {},

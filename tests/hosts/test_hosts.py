@@ -287,7 +287,7 @@ def test_bridges_names_are_those_of_the_rules() -> None:
     )
     args.moe_token_dispatcher_type = "allgather"
     [refusal] = refusals("variable_seq_lengths", args, RULES["lengths"])
-    assert refusal.reason.endswith("it gathers tokens in buffers of a fixed size")
+    assert refusal.reason.endswith("it gathers tokens in fixed-size buffers")
     settings.write({"num_experts": 4})
     assert settings.container.model.num_moe_experts == 4
     settings.restore()

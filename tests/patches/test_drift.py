@@ -130,7 +130,7 @@ def test_the_remedy_is_for_where_the_target_comes_from(
     pip = "with pip install --force-reinstall --no-deps 'megatron-core>=0.16.0,<0.21'"
     # Not all users can reinstall: the change may be their own.
     warn = (
-        "; or, if the change is yours, set MEGATRON_EXT_DRIFT=warn, which logs whether your code "
+        "; or, if you made the change, set MEGATRON_EXT_DRIFT=warn to log whether your code "
         "still runs."
     )
     place, tag = "megatron.core.a:f", releases.reference().tag

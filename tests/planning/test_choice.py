@@ -326,7 +326,7 @@ def test_an_odd_batch_has_no_mirrored_pipelines() -> None:
         ("--use-dpp", "compares the orders of tables, which --use-dpp changes"),
         (
             "--bitpipe-order paper",
-            "--bitpipe-order is for bitpipe, but auto was chosen",
+            "--bitpipe-order is an option of bitpipe, but auto was chosen",
         ),
         ("--enable-bitpipe-schedule", "choose different schedules"),
         ("--forward-backward-disaggregating", "cannot run with --pipeline-schedule"),
@@ -346,7 +346,7 @@ def test_what_contradicts_it_is_refused(more: str, error: str) -> None:
         ({"options": {"order": "zb"}}, "chooses chunks and options"),
         ({"dynamic": DynamicOrder()}, "compares the orders of tables"),
         ({"disaggregation": Disaggregation()}, "it has its own schedule"),
-        ({"schedule": "auto:"}, "has no folder"),
+        ({"schedule": "auto:"}, "names no folder"),
     ],
 )
 def test_a_configuration_refuses_what_flags_do(

@@ -292,7 +292,7 @@ def test_flags_win_over_the_source(tmp_path: Path) -> None:
             [],
             "--size 9b: .* has 8b 70b tiny|--size 9b: .* has .*8b.*; use one",
         ),
-        ("nowhere", None, [], "nowhere does not exist; the examples come with a clone"),
+        ("nowhere", None, [], "nowhere does not exist; use an example in a clone"),
         (
             "llama3",
             "8b",
@@ -322,7 +322,7 @@ def test_bad_input_is_one_line(
         ("peft_type", "has peft_type: the planner does not support an adapter"),
         (
             "compress_ratios",
-            "does not support compressed attention .DeepSeek-V4.; give flags",
+            "does not support compressed attention .DeepSeek-V4.; instead",
         ),
     ],
 )

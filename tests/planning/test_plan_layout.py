@@ -258,7 +258,7 @@ def test_flags_that_the_search_decides_are_named(
     assert cli.main(["plan", *LLAMA, *sizes, "--", *given]) == 0
     shown = capsys.readouterr()
     assert shown.err.startswith(
-        "plan chooses --tensor-model-parallel-size, --recompute-granularity itself; --fix keeps"
+        "plan chooses --tensor-model-parallel-size, --recompute-granularity itself; to set"
     )
     assert shown.out.startswith(
         "Llama 3 8b (8.03 billion parameters) on 8 x b200: 64 sequences"
@@ -290,7 +290,7 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
         "(--use-megatron-fsdp), or keep activations on the host (--cpu-off" in shown.err
     )
     sharded = "shard the weights (--use-megatron-fsdp)"
-    for schedule, told in (("1f1b", sharded), ("zb-v", "fix less")):
+    for schedule, told in (("1f1b", sharded), ("zb-v", "fix fewer values")):
         fixed = ["--global-batch-size", "8", "--fix", "tp=1,pp=2,micro_batch=4"]
         fixed[-1] += f",schedule={schedule}"
         assert cli.main(["plan", *LLAMA, "--devices", "2xh100", *fixed]) == 0
@@ -300,7 +300,7 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
             in shown.err
         )
     [_, bars] = shown.out.split(
-        "memory of each rank of the first layout, of 79.1 GiB:\n"
+        "memory per rank in the first layout, out of 79.1 GiB:\n"
     )
     assert max(map(len, bars.splitlines()[:2])) < 70
 
@@ -351,7 +351,7 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
                 "--fix",
                 "zp=2",
             ],
-            "no zp",
+            "unknown key zp",
         ),
         (
             [
@@ -447,7 +447,7 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
                 "--fix",
                 "layout=Et*32|L|",
             ],
-            "MTP and loss only in the last; put E first and mL last",
+            "MTP and the loss only in the last; put E first and mL last",
         ),
         (
             [
@@ -486,7 +486,7 @@ def test_given_sizes_that_do_not_fit_are_forecast_with_a_line(
                 "--cuda-graph-impl",
                 "local",
             ],
-            "--fix schedule=zb-v excludes CUDA graphs, .* leave --cuda-graph-impl",
+            "--fix schedule=zb-v cannot be combined with CUDA graphs, .* remove --cuda-graph-impl",
         ),
         (
             [*LLAMA, "--devices", "1xh100", "--global-batch-size", "64"],

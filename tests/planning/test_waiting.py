@@ -105,7 +105,7 @@ def test_auto_takes_the_memory_that_is_free() -> None:
         (
             "--transformer-impl transformer_engine ",
             79.1,
-            "its matrix products on all streams",
+            "its matrix products share one workspace",
         ),
         ("--sequence-parallel --tensor-model-parallel-size 2 ", 79.1, "W gathers its"),
         ("--pipeline-schedule 1f1b ", 79.1, "1f1b does not split backward passes"),

@@ -159,7 +159,7 @@ def _given_groups() -> tuple[Any, Any]:
         )
         found.append((reports, finalized, model[0].weight.grad.tolist()))
     with pytest.raises(
-        ScheduleError, match="give both p2p_communicator and pg_collection"
+        ScheduleError, match="pass both p2p_communicator and pg_collection"
     ):
         _step(config, model, pg_collection=groups)
     return found[0], found[1]
@@ -438,7 +438,7 @@ def _wrapped_by_torch() -> list[str]:
         make_pipeline("1f1b", 2, M, dynamic=DynamicOrder()),
         make_pipeline("bitpipe", 4, 8, options={"order": "paper"}),
     ):
-        with pytest.raises(ScheduleError, match="in another order on each replica"):
+        with pytest.raises(ScheduleError, match="in a different order on each replica"):
             entry._refuse_torchs_wrappers(pipeline, wrapped)
     return refusals
 
@@ -572,8 +572,8 @@ def _kept_too_long(settings: dict[str, Any]) -> tuple[str, str]:
     [
         (
             {"schedule": "zb-h1"},
-            "Megatron's own schedule runs although schedule zb-h1 was configured",
-            "the configuration of this schedule is no longer",
+            "Megatron's own schedule is running although schedule zb-h1 was configured",
+            "this schedule's configuration is no longer",
         ),
         ({"transport": "shm"}, "although a transport was configured", ""),
     ],
@@ -619,7 +619,7 @@ def test_several_models_in_one_job_are_refused() -> None:
         assert len(told) == 3
         assert set(told) == {told[0]}
         assert "schedule_pg_collection is for several modules (MIMO)" in told[0]
-        assert "leave --pipeline-schedule out" in told[0]
+        assert "remove --pipeline-schedule" in told[0]
 
 
 def _overwriting(file: str) -> str:

@@ -222,7 +222,7 @@ def test_cuts_by_what_the_ends_compute(
         ("Et|t|t|L", None, "t 4 times (--num-layers)"),
         ("t|Et|t|tL", None, "in this order"),
         ("Et|t|t|tL", 1, "m 1 times (--mtp-num-layers)"),
-        ("Et|t|t|xL", None, "has x, but layers are E, t, m and L"),
+        ("Et|t|t|xL", None, "contains x, but layers are E, t, m and L"),
     ],
 )
 def test_layouts_that_do_not_fit(layout: str, mtp: int | None, expected: str) -> None:

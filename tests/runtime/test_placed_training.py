@@ -204,8 +204,8 @@ def test_files_by_rank_load_for_their_stages_alone(tmp_path: Path) -> None:
         (
             one_chunk,
             f"{two_chunks}--pipeline-schedule interleaved ",
-            "Megatron's own (1 on each rank)",
-            "Megatron's own (2 on each rank)",
+            "Megatron's own (1 per rank)",
+            "Megatron's own (2 per rank)",
         ),
         (
             ours,
@@ -218,7 +218,7 @@ def test_files_by_rank_load_for_their_stages_alone(tmp_path: Path) -> None:
             user_errors(train(2, f"{flags}{schedule}--finetune --load {folder}"))
         )
         assert f" are {saved}" in line
-        assert f"run are {mine}" in line
+        assert f"stages are {mine}" in line
     # Another table with the same stages is not another model, and names can be had. Megatron reads
     # a checkpoint's arguments before there is a schedule.
     whole = report(train(2, f"{flags}{ZB_V}--load {ours}"))

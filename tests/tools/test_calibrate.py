@@ -136,7 +136,7 @@ def test_a_plan_takes_the_costs_of_a_trace(
     ("words", "message"),
     [
         (["--calibrate", "a.txt"], "unknown file type; use .json"),
-        (["--calibrate", "a.json", "--pp", "4"], "so --pp has no effect; leave it out"),
+        (["--calibrate", "a.json", "--pp", "4"], "so --pp has no effect; remove it"),
         (["--calibrate", "a.json", "--fix", "tp=2"], "accepts only micro_batch"),
         (
             ["--calibrate", "a.json", "--seq-length", "-4"],
@@ -164,6 +164,6 @@ def test_a_trace_of_another_model_is_an_error(
     words = ["--devices", "4xcpu", "--global-batch-size", "8", "--trace-dir", str(run)]
     assert cli.main(["plan", *words, "--", *TINY.split()]) != 0
     assert (
-        "has the traces of a model with num_layers 12 instead of 8"
+        "contains traces of a model with num_layers 12 instead of 8"
         in capsys.readouterr().err
     )

@@ -135,7 +135,10 @@ def test_automatic_slices_divide_the_longest_micro_batch(
             "a model of width 0 has no cost; use 1 or more",
         ),
         ("--lengths {} --hidden-size 8 --replicas 0", "--replicas 0 must be 1 or more"),
-        ("--lengths {} --hidden-size 8 --replicas 99", "give more lengths, or lower"),
+        (
+            "--lengths {} --hidden-size 8 --replicas 99",
+            "provide more lengths, or lower",
+        ),
         (
             "--lengths {} --hidden-size 8 --chunks 2",
             "--chunks cannot be combined with --lengths",
@@ -154,7 +157,7 @@ def test_automatic_slices_divide_the_longest_micro_batch(
         ),
         (
             "--lengths {} --hidden-size 8 --schedule csv:x",
-            "registered schedules, and not csv:x",
+            "registered schedules, not csv:x",
         ),
         (
             "--lengths {} --hidden-size 8 --microbatches 0",
@@ -167,7 +170,7 @@ def test_automatic_slices_divide_the_longest_micro_batch(
         ("--lengths {}.no --hidden-size 8", "cannot be read: No such file"),
         (
             "--hidden-size 8",
-            "--max-tokens needs --lengths FILE; add --lengths FILE, or leave",
+            "--max-tokens needs --lengths FILE; remove --max-tokens, or add",
         ),
     ],
 )

@@ -327,7 +327,7 @@ def test_without_the_flags_nothing_of_ours_takes_part() -> None:
     [
         (
             {"trace": False, "trace_dir": Path("x")},
-            "--trace-dir is for --trace; add --trace",
+            "--trace-dir requires --trace; add --trace",
         ),
         ({"trace": True, "trace_interval": 0}, "--trace-interval 0 must be at least 1"),
         ({"trace": True, "trace_interval": 3, "trace_iterations": 4}, "between 1 and"),

@@ -80,7 +80,7 @@ def hang(kind: str) -> tuple[RankRun, str]:
         (
             "wrong schedule",
             "ranks 1, 2 hold each other up",
-            "the tables of these ranks do not match",
+            "these ranks' tables do not match",
         ),
     ],
 )

@@ -72,15 +72,15 @@ def test_a_wheel_without_a_loop_needs_a_tree(monkeypatch: pytest.MonkeyPatch) ->
     [
         (
             "0.16.1",
-            "scripts of Megatron-LM need its tree: `megatron-ext upstream fetch`, or set",
+            "Megatron-LM's scripts need its tree: `megatron-ext upstream fetch`, or set",
         ),
         (
             "0.17.1",
-            "scripts of Megatron-LM need its tree: `megatron-ext upstream fetch`, or set",
+            "Megatron-LM's scripts need its tree: `megatron-ext upstream fetch`, or set",
         ),
         (
             "0.19.2",
-            "megatron-core 0.19.2 has no pretrain_bert.py; Megatron has BERT up to 0.17",
+            "megatron-core 0.19.2 has no pretrain_bert.py; Megatron includes BERT only up to 0.17",
         ),
     ],
 )
@@ -195,7 +195,7 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
     [
         ("einops", "pip install 'megatron-ext[upstream]' installs"),
         ("triton", "pip install 'megatron-ext[upstream]' installs"),
-        ("apex", "no extra of megatron-ext installs it: pip install apex"),
+        ("apex", "none of megatron-ext's extras installs it: pip install apex"),
     ],
 )
 def test_a_package_that_only_upstream_needs_is_named_with_the_remedy(

@@ -25,8 +25,8 @@ def _told(address: Address, wire: str) -> Address:
 @pytest.mark.parametrize(
     ("mine", "theirs", "wire", "why"),
     [
-        (HERE, HERE, "shm", "they are on one host"),
-        (ABLE, ABLE, "shm", "they are on one host"),
+        (HERE, HERE, "shm", "they are on the same host"),
+        (ABLE, ABLE, "shm", "they are on the same host"),
         (ABLE, ELSEWHERE, "rdma", "it runs on host other"),
         (HERE, ELSEWHERE, "tcp", "has no RDMA: no libibverbs"),
         (ABLE, replace(ABLE, network=1), "rdma", "network namespace"),
@@ -58,7 +58,7 @@ def test_both_sides_choose_the_same(mine, theirs, wire, why) -> None:
             _told(HERE, "rdma"),
             "has no RDMA: no libibverbs; use",
         ),
-        (HERE, _told(HERE, "tcp"), "rank 1 has the wire tcp, but rank 0 has auto"),
+        (HERE, _told(HERE, "tcp"), "rank 1 uses transport tcp, but rank 0 uses auto"),
         (HERE, replace(HERE, version="0.0"), "runs megatron_ext 0.0"),
         (HERE, replace(HERE, byte_order="other"), "other endian"),
         (

@@ -47,7 +47,7 @@ def test_what_has_no_gpu_to_be_measured_on_is_told(
     # Another test module may have armed the CPU backend, which answers for torch.cuda.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert transport.left_out() == (
-        "left out for want of a GPU: gpu, staged; gpu, ipc; gpu, copy; nccl"
+        "skipped for lack of a GPU: gpu, staged; gpu, ipc; gpu, copy; nccl"
     )
 
 

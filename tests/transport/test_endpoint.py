@@ -49,7 +49,7 @@ def test_a_dtype_that_this_torch_does_not_have_is_refused(native):
     endpoint = native.Endpoint(0, 2, 4096)
     _send(endpoint, 0, 99 << 8 | 16, (3,), b"abcdef")
     with pytest.raises(
-        MessageMismatch, match=r"6 bytes has the dtype 0x6310, .* install the same"
+        MessageMismatch, match=r"6 bytes has dtype 0x6310, .* install the same"
     ):
         tensor_on(endpoint.take(0, 0, 0))
 

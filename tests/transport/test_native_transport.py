@@ -177,7 +177,7 @@ def _misuse() -> None:
     with pytest.raises(TransportError, match="at most 2048 stages"):
         transport.isend(torch.ones(1), peer, Message("F", 5000, 0))
     with pytest.raises(
-        TransportError, match="sends CPU tensors only, not those on meta"
+        TransportError, match="only sends CPU tensors, not those on meta"
     ):
         transport.isend(torch.ones(1, device="meta"), peer, key)
     with pytest.raises(TransportError, match="quint8 cannot be sent"):

@@ -131,7 +131,7 @@ def test_ranks_that_do_not_come_are_named(store) -> None:
         ("boot_id", "other", "it runs on host"),
         ("network", 1, "another network namespace"),
         ("version", "0.0", "rank 1 runs megatron_ext 0.0"),
-        ("wire", "tcp", "has the wire tcp, but rank 0 has shm; give all ranks"),
+        ("wire", "tcp", "uses transport tcp, but rank 0 uses shm; use the same"),
         ("secrets", "x", "cannot be read .* install the same megatron_ext"),
     ],
 )
@@ -295,9 +295,9 @@ def test_a_damaged_hello_is_said_again_and_no_rank_waits_for_it(
         ]
         errors = [rank.exception(timeout=50) for rank in ranks]
     if num_damaged == 1000:
-        assert "rank 1 refused the connection of rank 0" in str(errors[0])
+        assert "rank 1 refused the connection from rank 0" in str(errors[0])
         assert (
-            "rank 0 gave up connecting: rank 1 refused the connection of rank 0"
+            "rank 0 gave up connecting: rank 1 refused the connection from rank 0"
             in str(errors[1])
         )
     else:

@@ -164,7 +164,7 @@ def _refuses(_address: int, _num_bytes: int, _flags: int) -> int:
 @pytest.mark.usefixtures("emulated_musa")
 @pytest.mark.parametrize(
     ("register", "reason"),
-    [(None, "runtime of musa cannot register"), (_refuses, "error 2 of its driver")],
+    [(None, "the musa runtime cannot register"), (_refuses, "error 2 of its driver")],
 )
 def test_memory_that_cannot_be_pinned_is_told_of_and_copied_at_once(
     register, reason

@@ -71,7 +71,7 @@ def test_a_loss_that_is_not_where_it_is_logged() -> None:
     told = _lost(
         2, ZB_V + "--untie-embeddings-and-output-weights ", "placement.train_step"
     )
-    assert "is brought to the rank that logs, but there was none" in told
+    assert "reaches the rank that logs, but it did not" in told
 
 
 def test_forward_ranks_that_are_not_frozen() -> None:
@@ -95,7 +95,7 @@ def test_weight_gradients_that_do_not_wait_are_a_line() -> None:
 @pytest.mark.short_s(4)
 def test_a_schedule_that_is_not_run() -> None:
     told = _lost(2, PP2 + "--pipeline-schedule zb-h1 ", "schedules.forward_backward")
-    assert "steps run its table, but the first step ran another schedule" in told
+    assert "steps run its table, but the first step ran a different schedule" in told
 
 
 def test_a_transport_that_carries_nothing() -> None:

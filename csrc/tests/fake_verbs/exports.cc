@@ -1,7 +1,7 @@
 // A fake libibverbs for tests, selected by MEGATRON_EXT_IBVERBS_LIB: one device, fake0, with one
-// port, whose queue pairs connect to each other within one process. It copies a write when it is
+// port, whose queue pairs connect to each other within one process. A write is copied when it is
 // posted, after an adapter's checks: state, keys, bounds, posted receive requests, room in
-// completion queues. A violation completes with an error or, if an adapter's behaviour would be
+// completion queues. A violation completes with an error or, where an adapter's behaviour would be
 // undefined, ends the process.
 //
 // The environment variable FAKE_VERBS, or fake_verbs_set_faults() while there are threads, injects

@@ -64,7 +64,7 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 /// The value of a fault that is currently injected; 0 if the fault has no value.
 std::optional<int> fault(const std::string& name);
 
-/// Ends the process; meant for calls that no correct program makes.
+/// Ends the process; for calls that no correct program makes.
 [[noreturn]] void misuse(const char* what);
 
 /// A list of events with an eventfd that counts them. consume() takes an event; it returns false,

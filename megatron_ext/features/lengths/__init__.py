@@ -1,1 +1,1 @@
-"""Orders micro-batches of unequal lengths by cost, and distributes them over replicas."""
+"""Orders micro-batches of unequal lengths by cost and distributes them over replicas."""

@@ -1,8 +1,8 @@
 """Runs a step's micro-batches in an order that depends on their lengths.
 
-With `--pipeline-balance`, a rank reads all micro-batches for a step in advance. `order` runs them
+With `--pipeline-balance`, a rank reads all of a step's micro-batches in advance. `order` runs them
 in the order that is fastest in a simulation of the table. `pack` first distributes them over the
-data-parallel replicas, so that all replicas have about the same work.
+data-parallel replicas so that all replicas have about the same amount of work.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _FLAG = "--pipeline-balance"
 
 
 def item_cost(item: Any, cost: LengthCost, flag: str = _FLAG) -> float:
-    """Return the cost of a micro-batch, from an item of the data iterator.
+    """Return a micro-batch's cost, computed from an item of the data iterator.
 
-    `flag` is the flag that needs the cost, for the error message.
+    `flag` is the flag that requires the cost, for the error message.
 
     Raises:
-        ScheduleError: The item does not contain the lengths of its samples.
+        ScheduleError: The item does not contain its samples' lengths.
     """
     size = item_size(item)
     if size is not None:
@@ -45,8 +45,8 @@ def item_cost(item: Any, cost: LengthCost, flag: str = _FLAG) -> float:
     if isinstance(item, Mapping) and item:
         contents = ", ".join(str(name) for name in item)
     raise ScheduleError(
-        f"{flag} needs the lengths of micro-batches, from tokens or cu_seqlens in the items of the "
-        f"data iterator, but it yields {contents}; leave {flag} out"
+        f"{flag} requires micro-batch lengths, from tokens or cu_seqlens in the data iterator's "
+        f"items, but the iterator yields {contents}; leave {flag} unset"
     )
 
 
@@ -54,12 +54,12 @@ def check_iterator(items: Any, flag: str = _FLAG) -> None:
     """Check that a chunk's data can be read ahead.
 
     Raises:
-        ScheduleError: The data comes from something other than an iterator.
+        ScheduleError: The data is not an iterator.
     """
     if not hasattr(items, "__next__"):
         raise ScheduleError(
-            f"{flag} reads the micro-batches of a step in advance, which a {type(items).__name__} "
-            f"does not allow; leave {flag} out"
+            f"{flag} reads a step's micro-batches in advance, which a {type(items).__name__} "
+            f"does not allow; leave {flag} unset"
         )
 
 
@@ -72,7 +72,7 @@ def fetched(
     """Fetch a step's micro-batches.
 
     Returns:
-        Number of a micro-batch in the data -> its item. With `replicas`, micro-batches are numbered
+        Micro-batch number in the data -> its item. With `replicas`, micro-batches are numbered
         across all of them.
 
     Raises:
@@ -90,14 +90,14 @@ def fetched(
     except StopIteration:
         raise ScheduleError(
             f"the data ended after {len(held)} of {num_microbatches} micro-batches of a step; "
-            "train fewer iterations, or give more data"
+            "train fewer iterations, or provide more data"
         ) from None
     return held
 
 
 @dataclass
 class BalancedStep:
-    """The order of the micro-batches in one training step on this rank.
+    """The order of one training step's micro-batches on this rank.
 
     Micro-batch `order[i]` in the data runs as micro-batch i in the table.
     """
@@ -117,11 +117,11 @@ class BalancedStep:
     def iterator(self, items: Any) -> Iterator[Any] | None:
         """Return an iterator over a chunk's micro-batches in the step's order.
 
-        The first `next` fetches all items from `items`, Megatron's data iterator. If `items` is
-        None, the result is None.
+        The first `next` fetches all items from `items`, Megatron's data iterator. Returns None if
+        `items` is None.
 
         Raises:
-            ScheduleError: The data comes from something other than an iterator.
+            ScheduleError: The data is not an iterator.
         """
         if items is None:
             return None
@@ -129,27 +129,29 @@ class BalancedStep:
         return self._ordered(items)
 
     def _ordered(self, items: Iterator[Any]) -> Iterator[Any]:
-        # All chunks on a rank read the same data. The first chunk that reads it determines the
-        # order.
+        # All chunks on a rank read the same data. The first chunk to read it determines
+        # the order.
         if self.order is None:
             held = self._decided(items)
         else:
             held = self._fetched(items)
         if self._received is not None:
-            # Copy the items: forward steps write into them, and the next chunk reads them too.
+            # Copy the items: forward steps write to them, and the next chunk reads them
+            # as well.
             held = {number: copy(item) for number, item in self._received.items()}
         assert self.order is not None
         for number in self.order:
             yield held.pop(number)
 
     def _decided(self, items: Iterator[Any]) -> dict[int, Any]:
-        """Choose the micro-batches that this replica runs, and their order.
+        """Choose the micro-batches that this replica runs and their order.
 
         Returns:
-            Number of a micro-batch in the data -> its item.
+            Micro-batch number in the data -> its item.
         """
-        # All ranks of a replica that read data see the same lengths, so they choose the same order
-        # without a message. Ranks without data only use the micro-batch numbers in the table.
+        # All ranks in a replica that read data see the same lengths, so they choose the
+        # same order without communicating. Ranks without data use only the micro-batch
+        # numbers in the table.
         replicas, num_microbatches = self.replicas, self.schedule.num_microbatches
         try:
             held = self._fetched(items)
@@ -160,8 +162,9 @@ class BalancedStep:
                 replicas.costs([nan] * num_microbatches)
             raise
         if replicas is not None:
-            # A rank gets here when it first reads data in a step. This collective cannot deadlock:
-            # in each replica, the first read of a stage depends only on earlier stages.
+            # A rank gets here when it first reads data in a step. This collective
+            # cannot deadlock: in each replica, a stage's first read depends only on
+            # earlier stages.
             costs = replicas.costs(costs)
             held = replicas.shared_out(held, costs, fills_of(self.schedule.placement))
             self._received = held
@@ -173,7 +176,7 @@ class BalancedStep:
         return held
 
     def _fetched(self, items: Iterator[Any]) -> dict[int, Any]:
-        """Fetch the step's micro-batches, by number in the data."""
+        """Fetch the step's micro-batches, keyed by number in the data."""
         return fetched(items, self.schedule.num_microbatches, self.replicas)
 
     def in_file_order(
@@ -182,13 +185,13 @@ class BalancedStep:
         tensor_parallel: dist.ProcessGroup,
         chunks: Sequence[torch.nn.Module],
     ) -> dict[int, Any]:
-        """Return reports indexed by micro-batch in the data, not by micro-batch in the table.
+        """Return reports indexed by micro-batch in the data instead of in the table.
 
-        This is collective over the tensor-parallel group of stages with reports, because only the
-        first rank of the group reads data. It communicates on the device of the model's `chunks`.
+        Collective over the tensor-parallel group of stages that have reports, because only the
+        group's first rank reads data. Communication runs on the device of the model's `chunks`.
         """
-        # The ranks of a tensor-parallel group have the same stages, so either all of them return
-        # here or none does.
+        # The ranks in a tensor-parallel group have the same stages, so either all of
+        # them return here or none do.
         if not reports:
             return {}
         # A rank without data has no order. The broadcast below replaces this placeholder.

@@ -1,14 +1,14 @@
-"""Distributes a global batch by the cost of its samples, so that all pipelines finish together.
+"""Distributes a global batch by sample cost, so that all pipelines finish together.
 
-Attention is quadratic in the length L of a sample, and all other computation is linear, so a sample
-costs a*L + b*L^2. Packs with the same number of tokens therefore differ in cost, and in every stage
-a pipeline waits for its costliest micro-batch. `deal_out` distributes the micro-batches over
-replicas, and keeps the samples of a micro-batch together. `best_order` chooses the order in which a
+Attention is quadratic in a sample's length L and all other computation is linear, so a sample costs
+a*L + b*L^2. Packs with the same number of tokens therefore differ in cost, and at every stage a
+pipeline waits for its costliest micro-batch. `deal_out` distributes micro-batches over replicas
+while keeping each micro-batch's samples together. `best_order` chooses the order in which a
 pipeline runs its micro-batches. Only the place where a sample runs changes: the global batch and
 the terms in its gradient stay the same.
 
 All results are deterministic and depend only on the lengths, so ranks that know the lengths agree
-without a message. This module uses only the standard library.
+without communicating. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def deal_out(
 ) -> list[list[int]]:
     """Distribute a step's micro-batches over replicas, giving each the same number.
 
-    The cost of a replica is the sum over its micro-batches, plus `fills` times its costliest
-    micro-batch. This is the makespan, whatever the order, of a flow shop in which each job takes
-    equally long on all machines (Pinedo, Scheduling, 2016, section 6.1). The costliest replica
-    never costs more than it would in data order.
+    A replica's cost is the sum over its micro-batches plus `fills` times the costliest one. This is
+    the makespan, in any order, of a flow shop in which every job takes equally long on all machines
+    (Pinedo, Scheduling, 2016, section 6.1). The costliest replica never costs more than it would in
+    data order.
 
     Micro-batches are dealt out in descending order of cost (Graham 1969), each to the cheapest
-    share that has room. Then each replica takes a share of which it has already read a large part.
+    share that has room. Each replica then takes a share that it has already largely read.
 
     Args:
         costs: Cost of each micro-batch, in data order. Replica r reads the micro-batches whose
-            number is r modulo `num_replicas`.
+            numbers are r modulo `num_replicas`.
         num_replicas: Number of data-parallel replicas.
         fills: Time to fill and drain the pipeline, in micro-batches; see `fills_of`.
 
@@ -91,9 +91,10 @@ def _dealt(
 ) -> list[list[int]]:
     """Deal out micro-batches in descending order of cost, each to the cheapest share with room."""
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
-    # Heap of (cost, share), without full shares.
+    # Heap of (cost, share) for the shares that are not full.
     cheapest = [(0.0, share) for share in range(num_replicas)]
-    # Sort equal costs by number, so that all replicas deal out the micro-batches in the same way.
+    # Sort equal costs by number, so that all replicas deal out the micro-batches
+    # identically.
     for number in sorted(
         range(len(costs)), key=lambda number: (-costs[number], number)
     ):
@@ -105,26 +106,27 @@ def _dealt(
 
 
 def _assigned(shares: list[list[int]]) -> list[list[int]]:
-    """Assign the shares to replicas, so that few micro-batches have to be sent.
+    """Assign the shares to replicas such that few micro-batches have to be sent.
 
     Returns:
         [replica] -> the numbers of its micro-batches, in ascending order.
     """
     num_replicas = len(shares)
-    # (replica, share) -> number of micro-batches of the share that the replica has read
+    # (replica, share) -> how many of the share's micro-batches the replica has read
     has_read: Counter[tuple[int, int]] = Counter()
     for index, share in enumerate(shares):
         for number in share:
             has_read[number % num_replicas, index] += 1
     # Match the largest overlaps first. This greedy rule does not always find the best assignment.
     share_of: dict[int, int] = {}
-    # Use a dict as an ordered set, because all replicas must assign the shares in the same way.
+    # Use a dict as an ordered set, because all replicas must assign the shares
+    # identically.
     free_shares = dict.fromkeys(range(num_replicas))
     for replica, index in sorted(has_read, key=lambda pair: (-has_read[pair], pair)):
         if replica not in share_of and index in free_shares:
             share_of[replica] = index
             del free_shares[index]
-    # Replicas without a share take the remaining shares, in order.
+    # Replicas that have no share yet take the remaining ones, in order.
     remaining = iter(free_shares)
     assigned = []
     for replica in range(num_replicas):
@@ -134,20 +136,18 @@ def _assigned(shares: list[list[int]]) -> list[list[int]]:
 
 
 def packs_in_file_order(lengths: Iterable[int], max_tokens: int) -> Iterator[list[int]]:
-    """Yield the lengths of the samples in each micro-batch, for a sampler that reads in order.
+    """Yield each micro-batch's sample lengths, for a sampler that reads in order.
 
-    Each sample is added to the current pack. A sample that does not fit starts a new pack.
+    Each sample is added to the current pack, or starts a new one if it does not fit.
 
     Raises:
-        ScheduleError: A sample does not fit into a micro-batch, or has no tokens.
+        ScheduleError: A sample does not fit in a micro-batch, or has no tokens.
     """
     pack: list[int] = []
     room = max_tokens
     for length in lengths:
         if length < 1:
-            raise ScheduleError(
-                f"a sample has {length} tokens; leave out samples without tokens"
-            )
+            raise ScheduleError(f"a sample has {length} tokens; remove empty samples")
         if length > max_tokens:
             raise ScheduleError(
                 f"a sample has {length} tokens, but a micro-batch has at most {max_tokens}; cut "
@@ -171,9 +171,9 @@ def shortest(
     """Return a lower bound on the step time for any packing and order, in the unit of `costs`.
 
     `costs` are durations for a sample of cost 1. The result is the larger of two bounds:
-    - At least one replica has the mean of all work. In addition, each rank waits until its first
+    - At least one replica has at least the mean work. In addition, every rank waits until its first
       micro-batch, which contains at least the smallest sample, has passed all earlier stages.
-    - The longest sample passes all stages, and its gradient passes them back.
+    - The longest sample passes through all stages, and its gradient passes back through them.
     """
     # One stage's share of a rank's work.
     stage_share = placement.num_ranks / placement.num_stages
@@ -195,7 +195,7 @@ def best_order(
 ) -> tuple[int, ...]:
     """Return, for each micro-batch in a table, the number of the data micro-batch that runs there.
 
-    If all micro-batches are equal, they stay in data order.
+    If all micro-batches cost the same, they stay in data order.
 
     Args:
         schedule: The table.
@@ -210,21 +210,22 @@ def best_order(
         return in_file_order
     largest = max(scales)
     shares = [scale / largest for scale in scales]
-    # Ranks wait for each other mainly while the pipeline fills and drains, so small micro-batches
-    # should run at both ends. The best order depends on the table, so simulate a few orders. These
-    # include the data order, so the result is never slower than the data order.
+    # Ranks wait for each other mainly while the pipeline fills and drains, so small
+    # micro-batches should run at both ends. The best order depends on the table, so
+    # simulate a few orders, including the data order, so that the result is never
+    # slower than that.
     rising = sorted(range(len(shares)), key=lambda number: (shares[number], number))
     candidates = (
         in_file_order,
         # Small micro-batches at both ends, the largest in the middle.
         tuple(rising[::2] + rising[1::2][::-1]),
         tuple(rising),
-        # One or a few small micro-batches, then the others in descending order.
+        # One or a few small micro-batches, then the rest in descending order.
         tuple(rising[:1] + rising[:0:-1]),
         tuple(rising[:_FEW] + rising[: _FEW - 1 : -1]),
     )
-    # Don't use a set, because the first of several equally fast orders must be the same on every
-    # rank.
+    # Do not use a set, because the first of several equally fast orders must be the
+    # same on every rank.
     return min(
         dict.fromkeys(candidates),
         key=lambda order: makespan_of(schedule, shares, order, costs),
@@ -237,9 +238,9 @@ def makespan_of(
     order: Sequence[int],
     costs: Costs = UNIT,
 ) -> float:
-    """Return the time of a step whose micro-batches enter the pipeline in a given order.
+    """Return the duration of a step whose micro-batches enter the pipeline in a given order.
 
-    `order` gives the number of the micro-batch in each place. `costs` are durations at scale 1.
+    `order` gives the micro-batch number at each place. `costs` are durations at scale 1.
     """
     placed = tuple(scales[number] for number in order)
     return simulate(schedule, replace(costs, microbatch_scale=placed)).makespan

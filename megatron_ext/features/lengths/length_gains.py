@@ -1,4 +1,4 @@
-"""Simulates how much balancing by cost gains for a data set, given its sample lengths."""
+"""Simulates how much a data set gains from balancing by cost, given its sample lengths."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Sizes(NamedTuple):
     num_replicas: int
     """Number of data-parallel replicas."""
     max_tokens: int
-    """Largest number of tokens in a micro-batch."""
+    """Maximum number of tokens in a micro-batch."""
 
 
 class LengthGains(NamedTuple):
-    """Step times for one schedule, as means over the global batches.
+    """One schedule's mean step times over the global batches.
 
     Times are in units of an average micro-batch's forward pass through 1/pp of the model.
     """
@@ -73,10 +73,10 @@ class LengthGains(NamedTuple):
     """Step time with `--pipeline-slice-tokens` in addition to `pack`, or None if the schedule does
     not support slices by length."""
     sliced_peak: float | None
-    """Peak of the activations on a rank with these slices, in units of the longest micro-batch on
-    1/pp of the model."""
+    """Peak activations on a rank with these slices, in units of the longest micro-batch on 1/pp of
+    the model."""
     bound: float
-    """Lower bound on the step time, for any packing and any order."""
+    """Lower bound on the step time for any packing and order."""
 
 
 class _Batch(NamedTuple):
@@ -108,11 +108,11 @@ def predict_lengths(
         sizes: Sizes of a step.
         length_cost: Cost of a sample as a function of its length.
         costs: Durations of actions on the mean micro-batch, and of messages.
-        slice_tokens: Number of tokens in a slice, or None if micro-batches stay whole.
+        slice_tokens: Maximum number of tokens in a slice, or None if micro-batches stay whole.
 
     Returns:
-        The predictions, sorted by the step time under `pack`, and the reasons why other schedules
-        were left out.
+        The predictions, sorted by step time under `pack`, and the reasons why other schedules were
+        left out.
 
     Raises:
         ScheduleError: The lengths do not fill one global batch, a sample is longer than a
@@ -120,7 +120,7 @@ def predict_lengths(
     """
     batches = _global_batches(lengths, sizes, length_cost)
     choices: list[Choice] = []
-    # The reasons, with one line per schedule.
+    # The reasons, one line per schedule.
     left_out: list[str] = []
     for generator in registered().values():
         if name not in ("all", generator.name):
@@ -128,7 +128,7 @@ def predict_lengths(
         if generator.twins > 1:
             left_out.append(
                 f"{generator.name} mirrors two pipelines, for which lengths cannot be simulated; "
-                "use another schedule"
+                "use a different schedule"
             )
             continue
         for variant in generator.variants:
@@ -141,7 +141,7 @@ def predict_lengths(
         # No registered schedule has this name.
         if not left_out:
             left_out = [
-                f"--lengths simulates registered schedules, not {name}; use a registered schedule"
+                f"--lengths can only simulate registered schedules, not {name}; use one of those"
             ]
         raise ScheduleError("; ".join(left_out))
     gains = []
@@ -172,17 +172,17 @@ def _global_batches(
     )
     if len(packs) < batch_size:
         raise ScheduleError(
-            f"the lengths fill {len(packs)} micro-batches of {sizes.max_tokens} tokens, but one "
-            f"step takes {sizes.num_microbatches} on each of {sizes.num_replicas} replicas; give "
+            f"the lengths fill {len(packs)} micro-batches of {sizes.max_tokens} tokens, but a step "
+            f"needs {sizes.num_microbatches} on each of {sizes.num_replicas} replicas; provide "
             "more lengths, or lower --microbatches, --replicas or --max-tokens"
         )
     batches: list[_Batch] = []
-    # Leave out the last batch if it is incomplete.
+    # Drop the last batch if it is incomplete.
     for first in range(0, len(packs) - batch_size + 1, batch_size):
         batch_packs = packs[first : first + batch_size]
         samples = [length for pack in batch_packs for length in pack]
-        # Use the mean micro-batch as the unit of cost, so that steps from different data sets are
-        # comparable.
+        # Use the mean micro-batch as the cost unit, so that steps from different data
+        # sets are comparable.
         mean_cost = length_cost.of_pack(samples) / batch_size
         pack_costs = [length_cost.of_pack(pack) / mean_cost for pack in batch_packs]
         sample_costs = [length_cost.of_length(length) / mean_cost for length in samples]
@@ -193,7 +193,7 @@ def _global_batches(
 def _gains(
     schedule: Schedule, batches: Sequence[_Batch], num_replicas: int, costs: Costs
 ) -> LengthGains:
-    """Return the mean step times of one schedule over the global batches."""
+    """Return one schedule's mean step times over the global batches."""
 
     def in_file_order(microbatches: Sequence[float]) -> Sequence[int]:
         return range(len(microbatches))
@@ -205,7 +205,7 @@ def _gains(
         replicas: Sequence[Sequence[float]],
         order_of: Callable[[Sequence[float]], Sequence[int]],
     ) -> float:
-        """Return the time of a step, which lasts until the slowest replica finishes."""
+        """Return a step's duration: the time until the slowest replica finishes."""
         return max(
             makespan_of(schedule, microbatches, order_of(microbatches), costs)
             for microbatches in replicas
@@ -241,7 +241,7 @@ def _gains(
 
 @dataclass(frozen=True)
 class _Slicing:
-    """Simulates steps of one schedule whose micro-batches are cut by their lengths."""
+    """Simulates one schedule's steps with micro-batches that are cut by length."""
 
     schedule: Schedule
     sizes: Sizes
@@ -258,11 +258,11 @@ class _Slicing:
         replicas: list[list[list[int]]] = []
         for share in deal_out(batch.microbatches, self.sizes.num_replicas, fills):
             packs = [batch.packs[number] for number in share]
-            # In training, `LengthSlicer` sorts the micro-batches of a replica in this way too.
+            # In training, `LengthSlicer` sorts a replica's micro-batches the same way.
             order = rising([batch.microbatches[number] for number in share])
             replicas.append([packs[place] for place in order])
-        # All replicas run the same table, so in each place they all have as many slices as the
-        # replica that needs the most.
+        # All replicas run the same table, so at each place all of them have as many
+        # slices as the replica that needs the most.
         counts = []
         for packs_at_place in zip(*replicas, strict=True):
             most_tokens = max(map(sum, packs_at_place))
@@ -279,16 +279,17 @@ class _Slicing:
     ) -> tuple[float, float]:
         """Return one replica's step time and activation peak, in the same units as `step`."""
         longest = max(map(sum, packs))
-        # In the table, the unit of cost is one sample as long as the longest micro-batch.
+        # In the table, the cost unit is one sample as long as the longest micro-batch.
         unit = self.length_cost.of_length(longest)
-        # [micro-batch][slice] -> length in longest micro-batches, and cost in units
+        # [micro-batch][slice] -> length relative to the longest micro-batch; cost in
+        # units
         sizes, scale = [], []
         for samples, count in zip(packs, counts, strict=True):
             bounds = equal_cost_bounds(samples, count, self.length_cost)
             sizes.append(
                 tuple((end - begin) / longest for begin, end in pairwise(bounds))
             )
-            # The slices of a micro-batch all cost about the same.
+            # All slices of a micro-batch cost about the same.
             scale.append((self.length_cost.of_pack(samples) / unit / count,) * count)
         # The caller's latency and launch time are relative to the mean micro-batch, so convert them
         # to the table's unit. Without linear cost, the attention share is 1, which `Costs` rejects.

@@ -1,4 +1,4 @@
-"""Megatron settings that exclude micro-batches whose order or slices depend on their lengths."""
+"""Megatron settings that conflict with ordering or slicing micro-batches by length."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ TEXTS = {
     # For micro-batches that do not run in data order.
     "balance": """
         logits_load_dir | logits_save_dir
-            logits are stored in the order of the data; leave one of them out
+            logits are stored in data order; leave one of them out
         moe_router_load_balancing_type=global_aux_loss
-            it counts the tokens of earlier micro-batches; use
+            it counts tokens from earlier micro-batches; use
             --moe-router-load-balancing-type=aux_loss or seq_aux_loss
         perform_rl_step
             Megatron's RL distributes its own samples; leave one of them out""",
-    # For micro-batches that each replica cuts by its own lengths.
+    # For micro-batches that every replica cuts by its own lengths.
     "slices_by_length": """
         --moe-token-dispatcher-type=allgather with --expert-model-parallel-size above 1:
         moe_token_dispatcher_type=allgather & num_experts & expert_model_parallel_size>1
-            it gathers equal numbers of tokens, but replicas cut slices of different lengths; use
-            --moe-token-dispatcher-type=alltoall""",
+            it gathers the same number of tokens from every rank, but replicas cut slices of
+            different lengths; use --moe-token-dispatcher-type=alltoall""",
 }
 """Rules by group, in the notation of `megatron_ext/rules.py`."""

@@ -1,8 +1,8 @@
 """Cuts a step's micro-batches into slices by length (docs/lengths.md).
 
-A micro-batch of at most T tokens is one slice. A longer micro-batch has as many slices as it needs,
-all of equal cost. Slices of equal length would not have equal costs, because each slice's attention
-also reads all earlier tokens in its sample. This module uses only the standard library.
+A micro-batch of at most T tokens is one slice. A longer one has as many slices as it needs, all of
+equal cost. Slices of equal length would not cost the same, because each slice's attention also
+reads all earlier tokens in its sample. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.length_cost import LengthCost
 
 
-# The maximum for each rank, counting the slices of all micro-batches together.
+# The maximum per rank, counting the slices of all micro-batches.
 _MAX_SLICES_IN_STEP = 32
 
 
@@ -31,7 +31,7 @@ def slices_needed(
 
     Args:
         tokens: Number of tokens in the micro-batch.
-        slice_tokens: The largest number of tokens in a micro-batch that runs as one slice.
+        slice_tokens: Maximum number of tokens in a micro-batch that runs as a single slice.
         flag: The flag that sets `slice_tokens`, for the error message.
 
     Raises:
@@ -40,7 +40,7 @@ def slices_needed(
     count = max(1, ceil(tokens / slice_tokens))
     if count > MAX_SLICES:
         raise ScheduleError(
-            f"a micro-batch of {tokens} tokens would have {count} slices of {slice_tokens} "
+            f"a micro-batch of {tokens} tokens would need {count} slices of {slice_tokens} "
             f"tokens, but can have only {MAX_SLICES}; use {flag} {ceil(tokens / MAX_SLICES)} or "
             "more"
         )
@@ -50,11 +50,11 @@ def slices_needed(
 def automatic_slice_tokens(longest: int, tokens_in_step: int, pp: int) -> int:
     """Return the number of tokens per slice for `auto`.
 
-    The longest micro-batch then has two slices for each rank. While the pipeline fills, ranks wait
-    for (pp - 1) slices. They also keep at most that many slices in addition to the longest
-    micro-batch, that is, half of its size. In a step with many long micro-batches, the longest one
-    has fewer slices, so that the step has about 32 slices for each rank: the wait is then at most
-    1/32 of the step, and smaller slices would cost more than they gain.
+    The longest micro-batch then has two slices per rank. While the pipeline fills, ranks wait for
+    pp - 1 slices. In addition to the longest micro-batch, ranks keep at most that many slices,
+    which amount to half its size. In a step with many long micro-batches, the longest one has fewer
+    slices, so that the step has about 32 slices per rank. The wait is then at most 1/32 of the
+    step, and smaller slices would cost more than they gain.
 
     Args:
         longest: Number of tokens in the longest micro-batch.
@@ -77,18 +77,19 @@ def equal_cost_bounds(
         samples: Number of tokens in each sample, in order. A sample attends only to its own tokens.
         num_slices: Number of slices.
         length_cost: Cost of a sample as a function of its length.
-        multiple: The number of tokens in each slice is a multiple of this number.
+        multiple: The number of tokens in every slice is a multiple of this number.
 
     Raises:
         ScheduleError: The number of tokens in the micro-batch is not a multiple of `multiple`.
     """
-    # Both lists have an entry for the start of each sample, and one for the end of the last sample.
+    # Both lists have an entry for the start of each sample and one for the end of the
+    # last.
     starts = list(accumulate(samples, initial=0))
     costs_before = list(accumulate(map(length_cost.of_length, samples), initial=0.0))
     num_tokens = starts[-1]
     if num_tokens % multiple:
         raise ScheduleError(
-            f"a micro-batch of {num_tokens} tokens cannot be divided over {multiple} "
+            f"a micro-batch of {num_tokens} tokens cannot be split across {multiple} "
             f"tensor-parallel ranks with --sequence-parallel; pad it to a multiple of {multiple}"
         )
     bounds = [0]
@@ -106,7 +107,7 @@ def equal_cost_bounds(
 
 
 def _tokens_of_cost(cost: float, length_cost: LengthCost) -> float:
-    """Return the number of tokens at the start of a sample that together have a given cost."""
+    """Return how many tokens at the start of a sample together have a given cost."""
     # Solve linear * tokens + quadratic * tokens^2 = cost.
     linear, quadratic = length_cost.linear, length_cost.quadratic
     root = sqrt(linear * linear + 4 * quadratic * max(cost, 0.0))
@@ -118,6 +119,6 @@ def rising(costs: Sequence[float]) -> tuple[int, ...]:
     """Return the micro-batch numbers in ascending order of cost.
 
     In this order, the first slice, for which all ranks wait, is the smallest. By the time the
-    longest micro-batch arrives, all other micro-batches have filled the pipeline.
+    longest micro-batch arrives, all others have filled the pipeline.
     """
     return tuple(sorted(range(len(costs)), key=lambda number: (costs[number], number)))

@@ -35,13 +35,13 @@ class LengthSteps(Feature):
     def read_ahead(
         self, iterators: Sequence[Any], num_microbatches: int
     ) -> ReadAhead | None:
-        """Read the data for a training step and cut it into slices; see `Feature.read_ahead`."""
+        """Read a training step's data and cut it into slices; see `Feature.read_ahead`."""
         if self._slicer is None:
             return None
         return self._slicer.step(iterators, num_microbatches)
 
     def data_order(self, table: Table, config: Any) -> BalancedStep | None:
-        """Return the order of the data in one training step; see `Feature.data_order`."""
+        """Return the data order for one training step; see `Feature.data_order`."""
         if self._pipeline.config.balance == "off":
             return None
         cost = self._pipeline.config.length_costs or cost_of_model(config)

@@ -1,4 +1,4 @@
-"""Exchanges a step's micro-batches between data-parallel replicas, to balance their costs."""
+"""Exchanges a step's micro-batches between data-parallel replicas to balance their costs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megatron_ext.features.lengths.length_balance import deal_out
 class ReplicaExchange:
     """The data-parallel replicas of this rank's stages, which redistribute their micro-batches.
 
-    Micro-batches are numbered as in Megatron's samplers: replica r of n reads the micro-batches r,
+    Micro-batches are numbered as in Megatron's samplers: replica r of n reads micro-batches r,
     r + n, ...
     """
 
     group: dist.ProcessGroup
-    """Gloo group of the ranks that hold the same stages in all replicas."""
+    """Gloo group of the ranks that hold the same stages across all replicas."""
     device: torch.device
     """This rank's device, for received tensors that were on one of the sender's devices."""
 
@@ -34,25 +34,27 @@ class ReplicaExchange:
         """Return the costs of all replicas' micro-batches by number. Collective over `group`.
 
         This replica contributes `own_costs`. NaN means that this replica could not read its
-        micro-batches. In that case, the caller on this replica raises the reason after this call.
+        micro-batches, in which case its caller raises the actual error after this call.
 
         Raises:
             ScheduleError: Another replica could not read its micro-batches.
-            TransportError: Another replica does not answer.
+            TransportError: Another replica does not respond.
         """
-        # In float64, costs arrive unchanged, so all replicas compute the same shares from them.
+        # As float64, costs arrive unchanged, so all replicas compute the same shares
+        # from them.
         own_row = torch.tensor(own_costs, dtype=torch.float64)
         rows = [torch.empty_like(own_row) for _ in range(self.group.size())]
         with self._waiting("the costs of their micro-batches"):
             dist.all_gather(rows, own_row, group=self.group)
-        # Replica r reads the micro-batches r, r + n and so on, so interleave the rows.
+        # Replica r reads micro-batches r, r + n and so on, so interleave the rows.
         costs: list[float] = torch.stack(rows, dim=1).flatten().tolist()
         failed = [rank for rank, row in enumerate(rows) if bool(row.isnan().any())]
-        # The replica that failed returns normally, and its caller raises the actual reason.
+        # The replica that failed returns normally, and its caller raises the actual
+        # error.
         if failed and not math.isnan(own_costs[0]):
             raise ScheduleError(
-                f"--pipeline-balance pack: data-parallel rank {failed[0]} could not read its "
-                "micro-batches of this step; see the error of that rank"
+                f"--pipeline-balance pack: data-parallel rank {failed[0]} could not read this "
+                "step's micro-batches; see that rank's error"
             )
         return costs
 
@@ -68,13 +70,14 @@ class ReplicaExchange:
 
         Raises:
             ScheduleError: A micro-batch contains something other than tensors and plain data.
-            TransportError: Another replica does not answer.
+            TransportError: Another replica does not respond.
         """
-        # Each replica reads its usual micro-batches, so data loaders, checkpoints and the global
-        # batch do not change. All replicas compute the same shares, and send away the micro-batches
-        # that other replicas run.
+        # Each replica reads its usual micro-batches, so data loaders, checkpoints and
+        # the global batch do not change. All replicas compute the same shares and send
+        # off the micro-batches that other replicas run.
         shares = deal_out(costs, self.group.size(), fills)
-        # All replicas have the same shares, so either all of them return here or none does.
+        # All replicas have the same shares, so either all of them return here or none
+        # do.
         if self._leaves_all_in_place(shares):
             return dict(held)
         # [receiving replica] -> the items that it receives from this replica
@@ -90,23 +93,23 @@ class ReplicaExchange:
         return own_items
 
     def _leaves_all_in_place(self, shares: Sequence[Sequence[int]]) -> bool:
-        """Return whether each replica runs exactly the micro-batches that it has read."""
+        """Return whether every replica runs exactly the micro-batches that it has read."""
         for replica, share in enumerate(shares):
             if any(number % len(shares) != replica for number in share):
                 return False
         return True
 
     def _swapped(self, parts: Sequence[bytes]) -> list[bytes]:
-        """Send one part to each replica, and return the parts received from all replicas."""
+        """Send one part to each replica and return the parts received from all replicas."""
         sizes = torch.tensor([len(part) for part in parts])
         by_sender = [torch.empty_like(sizes) for _ in parts]
-        # `frombuffer` warns about read-only bytes, and rejects an empty buffer.
+        # `frombuffer` warns about read-only bytes and rejects an empty buffer.
         together = bytearray(b"".join(parts))
         outgoing = torch.empty(0, dtype=torch.uint8)
         if together:
             outgoing = torch.frombuffer(together, dtype=torch.uint8)
         with self._waiting("their micro-batches"):
-            # First exchange the sizes, so that each replica can allocate the buffer.
+            # Exchange the sizes first, so that each replica can allocate its buffer.
             dist.all_gather(by_sender, sizes, group=self.group)
             coming = [int(row[self.group.rank()]) for row in by_sender]
             incoming = torch.empty(sum(coming), dtype=torch.uint8)
@@ -129,7 +132,7 @@ class ReplicaExchange:
 
 
 def _placed(device: torch.device, storage: Any, location: str) -> Any:
-    """Return a storage on the host or on this rank's device, like the sender's storage."""
+    """Return a storage on the host or this rank's device, to match the sender's storage."""
     # A location such as cuda:1 is the sender's device, so use this rank's device instead.
     return storage if location == "cpu" else storage.to(device=device)
 
@@ -145,7 +148,7 @@ def _packed(items: dict[int, Any]) -> bytes:
     if refused:
         raise ScheduleError(
             f"--pipeline-balance pack: a micro-batch contains {refused[0]}, but replicas exchange "
-            "only tensors, numbers, text, and tuples, lists and dicts of these; convert it where "
-            "the data is read, or use --pipeline-balance order"
+            "only tensors, numbers, strings, and tuples, lists and dicts of these; convert it "
+            "where the data is read, or use --pipeline-balance order"
         )
     return buffer.getvalue()

@@ -1,12 +1,12 @@
-"""Reads the micro-batches of a training step in advance, and cuts them into slices by length.
+"""Reads a training step's micro-batches in advance and cuts them into slices by length.
 
 The step's table depends on the lengths, so all ranks agree on them before the first action. Only
-ranks with the first or the last stage read data. They share the lengths with the other ranks.
+ranks that hold the first or last stage read data, and they share the lengths with the other ranks.
 
 All replicas run the same table, because experts and losses may communicate between replicas inside
-an action. So each micro-batch in the table has as many slices as the replica with the longest
-micro-batch at this place needs. The other replicas cut their micro-batches into the same number of
-slices, of which the last may be empty.
+an action. A micro-batch in the table therefore has as many slices as the replica with the longest
+micro-batch at that place needs. The other replicas cut their micro-batches into the same number of
+slices, the last of which may be empty.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _FLAG = "--pipeline-slice-tokens"
-# Sent instead of a number of slices by a rank that could not read its data. It is larger than any
-# number of slices, so the maximum over all ranks is this number.
+# A rank that could not read its data sends this value instead of a slice count. No
+# slice count is as large, so the maximum over all ranks is this value.
 _UNREADABLE = 1 << 30
 
 
 @dataclass(frozen=True)
 class SlicedStep:
-    """The data of one training step on this rank, and its slices (`runtime.feature.ReadAhead`)."""
+    """One training step's data on this rank, and its slices (`runtime.feature.ReadAhead`)."""
 
     iterators: Sequence[Iterator[Any] | None]
     """[chunk] -> the micro-batches in table order; None if the chunk reads no data."""
@@ -72,7 +72,7 @@ class SlicedStep:
         tensor_parallel: dist.ProcessGroup,
         chunks: Sequence[torch.nn.Module],
     ) -> dict[int, Any]:
-        """Return reports indexed by micro-batch in the data, not by micro-batch in the table."""
+        """Return reports indexed by micro-batch in the data instead of in the table."""
         return {
             self.order[microbatch]: report for microbatch, report in reports.items()
         }
@@ -89,11 +89,11 @@ class _Reading:
         self.samples: list[list[int]] = []
         """[micro-batch in the table][sample] -> number of tokens."""
         self.packed_bounds: list[tuple[int, ...]] = []
-        """[micro-batch in the table] -> the bounds of its packed samples; empty ones without
+        """[micro-batch in the table] -> the bounds of its packed samples; empty without
         packing."""
 
     def iterators(self) -> list[Iterator[Any] | None]:
-        """Return an iterator for each chunk, over its micro-batches in table order."""
+        """Return one iterator per chunk over its micro-batches in table order."""
         iterators: list[Iterator[Any] | None] = []
         for items in self.items_by_chunk:
             if items is None:
@@ -113,16 +113,16 @@ class LengthSlicer:
         assert config.slice_tokens is not None
         self._slice_tokens = config.slice_tokens
         self._pp = model.pipeline.pp
-        # Whether `auto` has logged the number of tokens that it chose.
+        # Whether `auto` has logged the number of tokens it chose.
         self._has_logged = False
         self._sorts = config.balance != "off"
         self._length_cost = length_cost
         self._fills = fills_of(model.pipeline.placement)
         self._exchange = replicas
         self._device = device_of(model.chunks)
-        # The largest number of tokens in a sample. None if it is unlimited or unknown on this rank.
-        # Samples may differ in length even without --variable-seq-lengths, because messages of
-        # slices always contain the shapes of their tensors.
+        # Maximum number of tokens in a sample, or None if unlimited or unknown on this
+        # rank. Samples may differ in length even without --variable-seq-lengths,
+        # because slice messages always carry the shapes of their tensors.
         reader = unwrap_model(model.chunks[0])
         self._max_positions: int | None = getattr(reader, "max_sequence_length", None)
         # With sequence parallelism, tensor-parallel ranks hold equal parts of a slice.
@@ -137,13 +137,13 @@ class LengthSlicer:
         )
 
     def step(self, iterators: Sequence[Any], num_microbatches: int) -> SlicedStep:
-        """Read the data for a step, and agree on its slices. This is collective over the job.
+        """Read a step's data and agree on its slices. Collective over the job.
 
         Raises:
             ScheduleError: The data has no lengths or needs too many slices, or the ranks of a
                 replica read different data.
         """
-        # Read the data on this rank, and compute the number of slices that each micro-batch needs.
+        # Read this rank's data and compute how many slices each micro-batch needs.
         reading, failure = _Reading(len(iterators)), None
         try:
             if any(iterator is not None for iterator in iterators):
@@ -171,17 +171,17 @@ class LengthSlicer:
             reading.packed_bounds, packed_bounds, strict=False
         ):
             differs |= bool(own_bounds) and own_bounds != shared_bounds
-        # Agree within the job. Only ranks with data notice a difference, so share that result as
-        # well. Otherwise, the other ranks would wait for those ranks.
+        # Agree within the job. Only ranks with data notice a difference, so share that
+        # result as well. Otherwise, the other ranks would keep waiting for them.
         *shared_counts, any_differs = self._shared(
             [*shared[0], int(differs)], [*self._replica_groups, self._replicas]
         )
-        # Raise the error only now: in the collectives above, the other ranks were waiting for this
-        # one.
+        # Raise the error only now, because the other ranks needed this one in the
+        # collectives above.
         if failure is not None:
             raise failure
         self._check(shared_counts, any_differs=bool(any_differs))
-        # Cut the micro-batches, and find the largest size of each slice on any replica.
+        # Cut the micro-batches and find each slice's largest size on any replica.
         bounds = self._bounds(reading, shared_counts)
         tokens = []
         for microbatch_bounds in bounds:
@@ -202,9 +202,9 @@ class LengthSlicer:
         )
 
     def _chosen_slice_tokens(self, reading: _Reading) -> int:
-        """Return the number of tokens per slice in this step. Collective over the job for `auto`.
+        """Return the number of tokens per slice in this step. With `auto`, collective over the job.
 
-        `auto` depends on this step alone, so that a restarted job cuts the step in the same way.
+        `auto` depends only on this step, so a restarted job cuts the step in the same way.
         """
         if isinstance(self._slice_tokens, int):
             return self._slice_tokens
@@ -213,13 +213,13 @@ class LengthSlicer:
             [max(tokens, default=0), sum(tokens)],
             [*self._replica_groups, self._replicas],
         )
-        # With sequence parallelism, each tensor-parallel rank needs at least one token of each
-        # slice.
+        # With sequence parallelism, every tensor-parallel rank needs at least one token
+        # of every slice.
         chosen = max(automatic_slice_tokens(longest, in_step, self._pp), self._multiple)
         if not self._has_logged and not dist.get_rank():
             _LOG.warning(
                 "%s auto: the first step cuts micro-batches of more than %d tokens into slices, "
-                "and later steps choose their own number; use %s %d to fix it",
+                "and later steps choose their own limit; use %s %d to keep it fixed",
                 _FLAG,
                 chosen,
                 _FLAG,
@@ -237,40 +237,40 @@ class LengthSlicer:
         counts = []
         for samples in reading.samples:
             count = slices_needed(sum(samples), slice_tokens)
-            # Cut the micro-batch now, only to see whether that fails. If it failed after the ranks
-            # have agreed, the other ranks would wait for this one.
+            # Cut the micro-batch now just to see whether that fails. If it failed after
+            # the ranks had agreed, the other ranks would wait for this one.
             equal_cost_bounds(samples, count, self._length_cost, self._multiple)
             counts.append(count)
         return counts
 
     @staticmethod
     def _check(shared_counts: Sequence[int], *, any_differs: bool) -> None:
-        """Check that some rank has read data, and that the ranks of a replica agree on it.
+        """Check that some rank has read data, and that the ranks in each replica agree on it.
 
-        All ranks of the job raise the same error, so that no rank waits for another one.
+        All ranks in the job raise the same error, so no rank waits for another.
 
         Raises:
-            ScheduleError: No rank has read data, the ranks of a replica disagree, or a rank could
+            ScheduleError: No rank has read data, the ranks in a replica disagree, or a rank could
                 not read its data.
         """
         if max(shared_counts) >= _UNREADABLE:
             raise ScheduleError(
-                f"{_FLAG}: another rank could not read the micro-batches of this step; see the "
-                "error of that rank"
+                f"{_FLAG}: another rank could not read this step's micro-batches; see that rank's "
+                "error"
             )
         if not all(shared_counts):
             raise ScheduleError(
-                f"{_FLAG} needs the lengths of micro-batches, but no rank has a data iterator; "
-                f"pass one to the first stage, or leave {_FLAG} out"
+                f"{_FLAG} requires micro-batch lengths, but no rank has a data iterator; pass one "
+                f"to the first stage, or leave {_FLAG} unset"
             )
         if any_differs:
             raise ScheduleError(
-                f"{_FLAG}: the ranks of a pipeline read micro-batches of different lengths; pass "
+                f"{_FLAG}: the ranks in a pipeline read micro-batches of different lengths; pass "
                 "the same data in the same order to all of them"
             )
 
     def _read(self, iterators: Sequence[Any], num_microbatches: int) -> _Reading:
-        """Read the micro-batches of a step on a rank with data, and choose their order."""
+        """Read a step's micro-batches on a rank that has data, and choose their order."""
         reading = _Reading(len(iterators))
         try:
             for chunk, iterator in enumerate(iterators):
@@ -295,7 +295,7 @@ class LengthSlicer:
             held = self._exchange.shared_out(held, costs, self._fills)
             for chunk, items in enumerate(reading.items_by_chunk):
                 if items is not None:
-                    # Copy the items, because forward steps write into them.
+                    # Copy the items, because forward steps write to them.
                     reading.items_by_chunk[chunk] = {n: copy(held[n]) for n in held}
         # Without an exchange, the numbers count only this replica's micro-batches.
         numbers = sorted(held)
@@ -318,11 +318,11 @@ class LengthSlicer:
     def _packed_bounds(
         self, reading: _Reading, nums_bounds: Sequence[int]
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the bounds of the packed samples in each micro-batch. Collective over a replica.
+        """Return the packed samples' bounds in each micro-batch. Collective over a replica.
 
         Ranks without data need these bounds on the host, because reading them from the device in
-        the middle of a step would wait for the device. `nums_bounds` gives the number of bounds for
-        each micro-batch.
+        the middle of a step would wait for the device. `nums_bounds` gives the number of bounds per
+        micro-batch.
         """
         width = max(nums_bounds)
         if width == 0:
@@ -340,11 +340,11 @@ class LengthSlicer:
     def _bounds(
         self, reading: _Reading, counts: Sequence[int]
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the bounds of the slices in each micro-batch. This is collective over a replica.
+        """Return the slices' bounds in each micro-batch. Collective over a replica.
 
-        `counts` gives the number of slices in each micro-batch.
+        `counts` gives the number of slices per micro-batch.
         """
-        # A matrix with a row for each micro-batch. Ranks without data contribute zeros.
+        # A matrix with one row per micro-batch. Ranks without data contribute zeros.
         width = max(counts) + 1
         rows = [[0] * width for _ in counts]
         for row, samples, count in zip(rows, reading.samples, counts, strict=False):
@@ -360,8 +360,8 @@ class LengthSlicer:
     def _shared(self, values: Any, groups: Sequence[dist.ProcessGroup]) -> Any:
         """Return the element-wise maximum of nested lists over all ranks of the groups."""
         together = torch.tensor(values, dtype=torch.int64, device=self._device)
-        # Taking the maximum over one group after the other yields the maximum over all of their
-        # ranks.
+        # Taking the maximum over one group after another yields the maximum over all
+        # their ranks.
         for group in groups:
             if group.size() > 1:
                 dist.all_reduce(together, dist.ReduceOp.MAX, group=group)

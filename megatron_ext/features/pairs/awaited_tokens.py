@@ -1,4 +1,4 @@
-"""Patches that make a host run W until its peers have arrived at a token exchange.
+"""Patches that make a host run W until its peers reach a token exchange.
 
 The patches apply only to steps with `HostWeights`. Devices do not need them.
 """
@@ -16,7 +16,7 @@ _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 
 
 def _host_weights() -> Any:
-    """Return the W of the running step, or None if they run where the table places them."""
+    """Return the running step's W, or None if they run at their place in the table."""
     configuration = active.active()
     runtimes: Any = None if configuration is None else configuration.runtimes
     return None if runtimes is None else runtimes.kept_by_feature.get(HOST_WEIGHTS)
@@ -25,14 +25,14 @@ def _host_weights() -> Any:
 PATCHES = PatchTable(feature="schedules", of=_host_weights)
 
 
-# The dispatcher first gathers the numbers of tokens, so a fast rank waits there.
+# The dispatcher gathers the token counts first, so that is where a fast rank waits.
 @PATCHES.row("pairs.await_tokens", f"{_MAPPINGS}:_AllToAll.forward")
 @PATCHES.row("pairs.await_counts", f"{_MAPPINGS}:_gather_along_first_dim")
 @PATCHES.row("pairs.await_sums", f"{_MAPPINGS}:_reduce_scatter_along_first_dim")
 def _await_peers(
     weights: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """A host would sleep in an exchange of tokens until the slowest rank arrives, not run W."""
+    """In a token exchange, a host would sleep until all ranks arrive, instead of running W."""
     group = by_name(call, args, kwargs)["group"]
     if group is not None and group.size() > 1:
         weights.await_peers(group)

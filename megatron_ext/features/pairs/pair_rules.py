@@ -1,4 +1,4 @@
-"""Megatron settings that exclude pairs, or that are dropped if pairs are not possible."""
+"""Megatron settings that pairs reject, or that are dropped if pairs are not possible."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ TEXTS = {
     # For forward and backward passes that run as pairs, with Megatron's schedule plans.
     "pairs": f"""
         recompute_granularity=full & fp8 | distribute_saved_activations
-            with these settings, Megatron recomputes layers in another way than in its schedule
+            with these settings, Megatron recomputes layers differently than in its schedule
             plans; use --recompute-granularity=selective without --recompute-method and
             --recompute-num-layers
         recompute_modules=moe
-            Megatron's schedule plans cut a layer after the router, and would keep for each expert a
-            copy of what this setting frees; use --recompute-modules=core_attn, layernorm,
+            Megatron's schedule plans cut a layer after the router and would keep one copy per
+            expert of what this setting frees; use --recompute-modules=core_attn, layernorm,
             mla_up_proj, mlp or moe_act
         moe_layer_recompute
-            it means --recompute-modules=moe, but Megatron's schedule plans cut a layer after the
+            it implies --recompute-modules=moe, but Megatron's schedule plans cut a layer after the
             router; leave it out
         moe_shared_expert_overlap
             the shared expert hides the communication that a partner would hide; leave one of them
@@ -24,7 +24,7 @@ TEXTS = {
         --mtp-use-repeated-layer, --mtp-detach-heads or --mtp-hsm: mtp_num_layers &
         mtp_use_repeated_layer | mtp_detach_heads | mtp_hsm
             Megatron's schedule plans for multi-token prediction ignore these settings and would
-            train another model
+            train a different model
         {HYBRID_MODELS}
             some releases of Megatron have no schedule plans for them; leave SUBJECT out
         variable_seq_lengths
@@ -38,13 +38,13 @@ TEXTS = {
             --recompute-granularity=selective instead
         overlap_dispatch_backward_with_experts_wgrad
             Megatron supports only one of the two; leave one of them out""",
-    # For W that run while a rank waits for tokens.
+    # For W actions that run while a rank waits for tokens.
     "waiting_weights": """
         sequence_parallel
             W gathers its operands from the tensor-parallel ranks, which may wait at different
             times; leave --pipeline-waiting-weights out
         transformer_impl=transformer_engine
-            its matrix products on all streams share one workspace, so a W in parallel with an
+            its matrix products share one workspace across streams, so a W in parallel with an
             action could change the results; add --transformer-impl=local, or leave
             --pipeline-waiting-weights out""",
     # Settings with which pairs would train a different model. `completion.completed` turns pairs
@@ -52,12 +52,12 @@ TEXTS = {
     "unpaired": """
         --overlap-moe-expert-parallel-comm with --fp4-format: overlap_moe_expert_parallel_comm &
         fp4
-            Megatron's schedule plans run layers in FP8 or in 16 bits
+            Megatron's schedule plans support only FP8 and 16-bit layers
         --overlap-moe-expert-parallel-comm with packed sequences (--sft,
         --dataloader-inter-document-masking): overlap_moe_expert_parallel_comm & sft |
         dataloader_inter_document_masking
-            Megatron's forward step does not pass the bounds of sequences to schedule plans, so
-            tokens would attend across sequences
+            Megatron's forward step does not pass sequence bounds to schedule plans, so tokens would
+            attend across sequences
         ep_overlap_early_attn_memory_release & fp4 | sft | dataloader_inter_document_masking
             it applies only to pairs, which these settings exclude""",
 }

@@ -36,21 +36,22 @@ if TYPE_CHECKING:
 
 
 class PairSteps(Feature):
-    """Pairs in a model's training steps."""
+    """Adds pairs to a model's training steps."""
 
     def __init__(self, model: Model) -> None:
         pipeline = model.pipeline
-        # In a dynamic order, ranks choose pairs during the step, so the table does not show them.
+        # In a dynamic order, ranks choose pairs during the step, so the table lists
+        # none.
         self._chooses_pairs = pipeline.config.pairs and pipeline.dynamic is not None
         self._fills_waits = pipeline.config.num_waiting > 0
         if self._fills_waits and folder_asked_for() is not None:
-            # An early W would add to gradients while the digests of other actions read them.
+            # An early W would add to gradients while other actions' digests read them.
             self._fills_waits = False
             if dist.get_rank() == 0:
                 report_departure(
                     f"with {VARIABLE}, each W runs at its place in the table instead of earlier"
                 )
-        # Whether a step in which no W can wait has been reported.
+        # Whether a step with no waiting W has been reported.
         self._has_reported_none = False
         self._device = devices.device_of(model.chunks)
         # Created at the first step that needs them.
@@ -70,7 +71,7 @@ class PairSteps(Feature):
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
         """Return the compute object for a training step with pairs; see `Feature.compute`."""
-        # W from an earlier step must not run in this step.
+        # A W from an earlier step must not run in this one.
         in_force().kept_by_feature.pop(HOST_WEIGHTS, None)
         table, call, shapes = step.table, step.call, step.shapes
         has_pairs = self._chooses_pairs or bool(table.schedule.pairs_of(table.rank))
@@ -95,7 +96,7 @@ class PairSteps(Feature):
         )
 
     def _report_no_pairs(self, schedule: Schedule) -> None:
-        """Report the first step without pairs, in which no W waits for idle time."""
+        """Report the first step that has no pairs, so no W can wait."""
         if self._has_reported_none or any(schedule.pairs) or dist.get_rank():
             return
         self._has_reported_none = True
@@ -105,7 +106,7 @@ class PairSteps(Feature):
         )
 
     def _weights(self, step: Step) -> WaitingWeights | None:
-        """Return a step's W if they may run before their place in the table, else None."""
+        """Return a step's W if they may run before their place in the table, or None."""
         if not self._fills_waits:
             return None
         _check_waiting(step)
@@ -115,8 +116,8 @@ class PairSteps(Feature):
             weights = HostWeights(row, step.splits)
             in_force().kept_by_feature[HOST_WEIGHTS] = weights
             return weights
-        # Create the streams only once, because Megatron keeps the first communication stream of a
-        # process.
+        # Create the streams only once, because Megatron keeps a process's first
+        # communication stream.
         if self._streams is None:
             self._streams = SideStreams.of_device(backend, self._device)
         return DeviceWeights(row, step.splits, self._streams)
@@ -125,22 +126,24 @@ class PairSteps(Feature):
 def _check_waiting(step: Step) -> None:
     """Reject layers whose W cannot run in parallel with actions.
 
-    The rules about flags reject these too, but programs may build such layers without flags.
+    The rules for flags reject these as well, but programs may build such layers without flags.
     """
     reason = ""
     if step.call.config.sequence_parallel:
         reason = "with sequence_parallel, W gathers its operands from other ranks"
     elif step.splits.has_te_layers and not devices.current().is_host:
-        reason = "Transformer Engine's products on all streams share one workspace"
+        reason = (
+            "Transformer Engine's matrix products share one workspace across streams"
+        )
     if reason:
         raise ScheduleError(
-            f"waiting_weights cannot run here: {reason}; use waiting_weights=0"
+            f"waiting_weights is not supported here: {reason}; use waiting_weights=0"
         )
 
 
 def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) -> None:
     """Check that the model and the forward step can build schedule plans, which pairs require."""
-    remedy = "leave --overlap-moe-expert-parallel-comm out"
+    remedy = "remove --overlap-moe-expert-parallel-comm"
     for chunk in map(unwrap_model, chunks):
         if not hasattr(chunk, "build_schedule_plan"):
             raise ScheduleError(

@@ -1,12 +1,12 @@
 """Tables with pairs: one micro-batch's forward pass and another's backward pass as one action.
 
-In a model with experts, ranks exchange tokens twice in each layer (all-to-all), in both the forward
-and the backward pass, and wait for each exchange. In a pair, one of the two actions computes while
-the other communicates (DeepSeek-V3, 2024, arXiv 2412.19437).
+In a model with experts, ranks exchange tokens twice per layer (all-to-all), in both the forward and
+the backward pass, and wait for every exchange. In a pair, one of the two actions computes while the
+other communicates (DeepSeek-V3, 2024, arXiv 2412.19437).
 
-Most tables already alternate between F and B, but each B depends on the F before it. At the last
+Most tables already alternate between F and B, but each B depends on the F before it. On the last
 stage, for example, both belong to the same micro-batch. This module moves every forward pass ahead
-of `lead` more backward passes, so that independent partners exist.
+of `lead` more backward passes to create independent partners.
 
     1f1b, last ranks                 with pairs
     2|F0 F1 B0 F2 B1 F3 B2 ...       F0 F1 F2 (F3 B0) (F4 B1) ...
@@ -33,13 +33,13 @@ from megatron_ext.schedules.table.walk import stuck
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Option, Row, Schedule
 
-# The number of micro-batches by which a newly placed order may be ahead of its table. It may grow
-# if no order completes with this number.
+# The number of micro-batches by which a newly placed order may run ahead of its table.
+# The number may grow if no order completes with it.
 _MAX_LEAD = 3
 
 
 class PairChange(TableChange):
-    """Implements the option `pairs` of `generate`."""
+    """Implements the `pairs` option of `generate`."""
 
     def __init__(self, options: Mapping[str, Option]) -> None:
         self._is_on = bool(options.get("pairs", False))
@@ -49,7 +49,7 @@ class PairChange(TableChange):
         return paired(schedule, costs) if self._is_on else schedule
 
     def costs(self, costs: Costs) -> Costs:
-        """Return costs with all-to-all, because a search must know that F and I wait for it."""
+        """Return costs with all-to-all, because the search must know that F and I wait for it."""
         return exchanging(costs) if self._is_on else costs
 
     def change(
@@ -64,7 +64,7 @@ class PairChange(TableChange):
 def marked_pairs(schedule: Schedule) -> Schedule:
     """Return a table that pairs each F with another micro-batch's backward pass right after it.
 
-    The order does not change, so this alone is useful only for tables made for pairs, such as
+    The order does not change, so this is useful on its own only for tables made for pairs, such as
     DualPipe's. If pairs would make ranks wait for each other, a forward pass whose input has
     arrived runs alone.
     """
@@ -82,8 +82,8 @@ def marked_pairs(schedule: Schedule) -> Schedule:
         pairs.append(begins)
     while True:
         table = _with_pairs(schedule, schedule.rows, pairs)
-        # A backward pass without its input blocks its pair, so let the forward pass before it run
-        # alone.
+        # A backward pass whose input is missing blocks its pair, so let the forward
+        # pass before it run alone.
         alone = [
             (rank, position - 1)
             for rank, position in stuck(table).items()
@@ -96,10 +96,10 @@ def marked_pairs(schedule: Schedule) -> Schedule:
 
 
 def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
-    """Return a table with pairs and with more micro-batches in its warm-up.
+    """Return a table with pairs and more micro-batches in its warm-up.
 
-    The result is the candidate with the shortest step. Among equal candidates, the one with the
-    lowest memory wins. Gradients are summed in the order of the resulting table.
+    The result is the candidate with the shortest step. Ties go to the candidate that uses the least
+    memory. Gradients are summed in the order of the resulting table.
 
     A table that already has pairs is returned unchanged. Jitter in the costs is ignored.
 
@@ -108,32 +108,34 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     """
     if schedule.num_slices > 1:
         raise ScheduleError(
-            f"{schedule.label}: slices cannot run as pairs; leave pairs out"
+            f"{schedule.label}: slices cannot run as pairs; disable pairs"
         )
     if schedule.pairs:
         return schedule
     if schedule.disaggregated:
         raise ScheduleError(
             f"{schedule.label} runs forward and backward passes on different ranks, so no rank can "
-            "pair them; leave pairs out"
+            "pair them; disable pairs"
         )
-    # The choice of order must not depend on random times.
+    # The choice of an order must not depend on random times.
     costs = replace(exchanging(costs), jitter=0.0, link_jitter=0.0, launch=0.0)
     candidates = _moved_tables(schedule)
     most_pairs = max((sum(map(len, table.pairs)) for table in candidates), default=0)
     if most_pairs < _pairs_of_regular_rows(schedule):
-        # Tables from a search (v-half, bitpipe) have no regular steady phase. Place their actions
-        # again in simulated time, so that an idle rank runs a pair if it can.
+        # Tables from a search (v-half, bitpipe) have no regular steady phase. Place
+        # their actions again in simulated time, so that an idle rank runs a pair
+        # whenever it can.
         candidates += _placed_tables(schedule, costs, has_fallback=bool(candidates))
     return fastest(candidates, costs)
 
 
 def _moved_tables(schedule: Schedule) -> list[Schedule]:
-    """Return tables with pairs and earlier forward passes, except tables that would deadlock."""
-    # In 1F1B, the warm-ups of neighbouring ranks differ by one micro-batch. As a result, their
-    # pairs wait for each other in turn, and a micro-batch takes the time of two pairs. A lead that
-    # grows by one from rank to rank keeps all ranks busy. In interleaved and V-shaped tables, the
-    # warm-ups of neighbours already differ by two, so a lead of one is enough.
+    """Return tables with pairs and earlier forward passes, excluding those that would deadlock."""
+    # In 1F1B, the warm-ups of neighbouring ranks differ by one micro-batch. As a
+    # result, their pairs take turns waiting for each other, and a micro-batch takes as
+    # long as two pairs. A lead that grows by one from rank to rank keeps all ranks
+    # busy. In interleaved and V-shaped tables, neighbours' warm-ups already differ by
+    # two, so a lead of one is enough.
     num_ranks = len(schedule.rows)
     equal = [1] * num_ranks
     growing = [num_ranks - rank for rank in range(num_ranks)]
@@ -149,7 +151,7 @@ def _moved_tables(schedule: Schedule) -> list[Schedule]:
 
 
 def _pairs_of_regular_rows(schedule: Schedule) -> int:
-    """Return the number of pairs in regular rows with one more forward pass in each warm-up."""
+    """Return the number of pairs in regular rows with one more forward pass per warm-up."""
     num_pairs = 0
     for row in schedule.rows:
         num_forwards = sum(action.kind == "F" for action in row)
@@ -160,7 +162,7 @@ def _pairs_of_regular_rows(schedule: Schedule) -> int:
 def _placed_tables(
     schedule: Schedule, costs: Costs, *, has_fallback: bool
 ) -> list[Schedule]:
-    """Return tables with newly placed actions: at least one, unless there is a fallback."""
+    """Return tables with newly placed actions, at least one unless there is a fallback."""
     # action -> the actions that need its result
     feeds: dict[Action, list[_Fed]] = {}
     for row in schedule.rows:
@@ -175,8 +177,9 @@ def _placed_tables(
     growing = [num_ranks - 1 - rank for rank in range(num_ranks)]
     tables: list[Schedule] = []
     for lead in count():
-        # With a small lead, forward passes may fill all memory before a backward pass can run. Some
-        # order completes with a larger lead, so continue until one is found.
+        # With a small lead, forward passes may fill all memory before a backward pass
+        # can run. Some order completes with a larger lead, so keep going until one is
+        # found.
         if lead > _MAX_LEAD and (tables or has_fallback):
             return tables
         for extra_leads in (equal, growing):
@@ -203,7 +206,7 @@ def _with_pairs(
     schedule: Schedule, rows: tuple[Row, ...], pairs: list[set[int]]
 ) -> Schedule:
     options = dict(schedule.options)
-    # The table of dualpipe-v without pairs has this option, set to False.
+    # The dualpipe-v table without pairs has this option, set to False.
     options.pop("overlap", None)
     options["pairs"] = True
     begins: tuple[frozenset[int], ...] = ()
@@ -213,22 +216,22 @@ def _with_pairs(
 
 
 def _warm_up(row: Row) -> int:
-    """Return the number of forward passes before the first other action in a row."""
+    """Return the number of forward passes before a row's first action of another kind."""
     return next(
         (index for index, action in enumerate(row) if action.kind != "F"), len(row)
     )
 
 
 class _Fed(NamedTuple):
-    """An action that needs the result of another action."""
+    """An action that needs another action's result."""
 
     action: Action
     travels: bool
     """Whether the result is sent to another stage or rank."""
 
 
-# Kind of action -> change in the number of live activations, counted separately for each stage and
-# micro-batch.
+# Kind of action -> change in the number of live activations, with every stage and
+# micro-batch counted separately.
 _LIVE_CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
@@ -238,16 +241,16 @@ actions."""
 
 
 class _Placing:
-    """Places a table's actions again, in simulated time.
+    """Places a table's actions anew in simulated time.
 
     Args:
         schedule: The table.
         costs: Durations and latencies for the simulation.
         feeds: Action -> the actions that need its result.
-        leads: [rank] -> number of forward passes by which the rank may be ahead of its backward
-            passes, outside pairs.
-        extra_activations: Number of activations, counted separately for each stage, that a rank may
-            keep beyond the table's peak.
+        leads: [rank] -> how many forward passes the rank may be ahead of its backward passes,
+            outside pairs.
+        extra_activations: How many activations, counted separately for each stage, a rank may keep
+            beyond the table's peak.
         waits: Whether a backward pass waits for a partner.
     """
 
@@ -265,15 +268,15 @@ class _Placing:
         self._leads = leads
         self._waits = waits
         self._feeds = feeds
-        # Action -> number of inputs that have not arrived.
+        # Action -> number of inputs that have not arrived yet.
         self._missing: Counter[Action] = Counter()
         for targets in feeds.values():
             self._missing.update(fed.action for fed in targets)
         self._clock = Clock(schedule, costs)
         self._cap = extra_activations + max(map(most_alive, schedule.rows))
         ranks = range(len(schedule.rows))
-        # [rank][stage, is forward] -> actions that have not run. The next one to run is the last in
-        # the list.
+        # [rank][stage, is forward] -> actions that have not run. The next one to run is
+        # last in the list.
         self._queues: list[dict[tuple[int, bool], list[Action]]] = [{} for _ in ranks]
         for rank, row in enumerate(schedule.rows):
             for action in reversed(row):
@@ -282,14 +285,14 @@ class _Placing:
                     self._queues[rank].setdefault(key, []).append(action)
         # [rank] -> W that may run, oldest first.
         self._weights: list[list[Action]] = [[] for _ in ranks]
-        # [rank] -> actions in their new order, and the positions at which pairs start.
+        # [rank] -> actions in their new order, and the positions where pairs start.
         self._rows: list[list[Action]] = [[] for _ in ranks]
         self._pairs: list[set[int]] = [set() for _ in ranks]
-        # [rank] -> number of forward passes minus number of backward passes that have run, and
-        # number of live activations.
+        # [rank] -> forward passes run minus backward passes run, and the number of live
+        # activations.
         self._ahead = [0 for _ in ranks]
         self._live = [0 for _ in ranks]
-        # [rank] -> time at which it is idle again.
+        # [rank] -> time at which it becomes idle again.
         self._free = [0.0 for _ in ranks]
         # The heap compares events at equal times, and an empty tuple sorts before any action.
         self._events: list[_Event] = [(0.0, rank, ()) for rank in ranks]
@@ -302,8 +305,8 @@ class _Placing:
                 now, rank, supplied = heappop(self._events)
                 if supplied:
                     self._missing[supplied] -= 1
-                # First process all arrivals of this rank at this time, because a later one may make
-                # a pair possible.
+                # Process everything that arrives at this rank at this time first: a
+                # later arrival may allow a pair.
                 if self._events and self._events[0][:2] == (now, rank):
                     continue
                 if self._free[rank] <= now:
@@ -316,7 +319,7 @@ class _Placing:
         return _with_pairs(self._schedule, rows, self._pairs)
 
     def _run_alone(self, now: float) -> bool:
-        """Run an action alone when all ranks wait for a partner; return whether one could run."""
+        """Run one action alone when all ranks wait for a partner; return whether one could run."""
         for rank in range(len(self._rows)):
             actions = self._chosen(rank, alone=True)
             if actions:
@@ -325,11 +328,11 @@ class _Placing:
         return False
 
     def _chosen(self, rank: int, *, alone: bool = False) -> tuple[Action, ...]:
-        """Return the actions that a rank runs next: a pair, one action, or no action."""
+        """Return the actions that a rank runs next: a pair, a single action, or nothing."""
         forwards, backwards = self._ready(rank)
-        # In order of preference: a pair of different micro-batches, a backward pass that does not
-        # need to wait for a partner, a forward pass within the lead, a W, and then an action that
-        # could have waited.
+        # In order of preference: a pair of different micro-batches, a backward pass
+        # that need not wait for a partner, a forward pass within the lead, a W, and
+        # then an action that could have waited.
         for backward in backwards:
             for forward in forwards:
                 if forward.microbatch != backward.microbatch:
@@ -347,7 +350,7 @@ class _Placing:
         return ()
 
     def _ready(self, rank: int) -> tuple[list[Action], list[Action]]:
-        """Return the forward and the backward passes that can run now, in order of preference."""
+        """Return the forward and backward passes that can run now, in order of preference."""
         forwards: list[Action] = []
         backwards: list[Action] = []
         has_room = self._live[rank] < self._cap
@@ -371,7 +374,7 @@ class _Placing:
         return has_partners and (self._waits or has_forward)
 
     def _run(self, rank: int, actions: tuple[Action, ...], now: float) -> None:
-        """Run an action or a pair, and supply its results to the actions that need them."""
+        """Run an action or a pair and supply its results to the actions that need them."""
         if not actions:
             return
         if len(actions) == 2:
@@ -393,7 +396,7 @@ class _Placing:
         rank_of = self._schedule.placement.rank_of
         arrivals = iter(self._clock.arrivals(action, end))
         for target, travels in self._feeds[action]:
-            # W needs only the I on the same rank, and may run at any later time.
+            # W needs only the I on the same rank and may run at any later time.
             if target.kind == "W":
                 self._weights[rank].append(target)
             else:

@@ -1,9 +1,10 @@
-"""Runs stages through Megatron's schedule plans, so that two micro-batches can run as a pair.
+"""Runs stages with Megatron's schedule plans, so that two micro-batches can run as a pair.
 
 A plan cuts each layer into nodes: attention and router, dispatch, experts, combine. Megatron's
 `combined_forward_backward_step` alternates the nodes of one forward pass and one backward pass, and
-runs nodes that communicate on a separate stream. It does not depend on a schedule or on virtual
-stages. The executor still receives all messages before a pair, and sends all messages after it.
+runs nodes that communicate on a separate stream. The function does not depend on a schedule or on
+virtual stages. The executor still receives all messages before a pair and sends all messages after
+it.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
 
 _Key = tuple[int, int]
 """(stage, micro-batch)."""
-# A layer's nodes in order. The first two names are for the same node: the second has been used
-# since 0.19.
+# A layer's nodes in order. The first two names refer to the same node: the second one
+# has been used since 0.19.
 _PARTS = ("attn", "pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine")
 
 
 def _nodes_of(layer: Any) -> list[Any]:
-    """Return a layer's nodes in the order in which they run."""
-    # Some nodes may be missing: a dense layer has no dispatch and no combine.
+    """Return a layer's nodes in execution order."""
+    # Some nodes may be missing: a dense layer has no dispatch or combine.
     nodes = [vars(layer).get(name) for name in _PARTS]
     return [node for node in nodes if isinstance(node, utils.ScheduleNode)]
 
@@ -51,10 +52,10 @@ def _predicts(layer: Any) -> bool:
 
 @dataclass
 class PlannedCompute(StageCompute):
-    """Runs the actions of a training step with pairs. Actions outside of pairs use plans too."""
+    """Runs the actions of a training step with pairs. Actions outside pairs use plans as well."""
 
     weights: WaitingWeights | None = None
-    """Runs W before its place in the table. If None, W runs where the table places it."""
+    """Runs W before its place in the table. If None, W runs at its place in the table."""
     streams: SideStreams | None = None
     """The streams of actions and W, or None if actions run on the current stream."""
     observers: Sequence[Observer] = field(default=(), init=False)
@@ -72,7 +73,7 @@ class PlannedCompute(StageCompute):
         utils.set_streams(**kind)
 
     def observe(self, observers: Sequence[Observer]) -> None:
-        """Report token exchanges to the observers that override the callbacks for them."""
+        """Report token exchanges to the observers that override the corresponding callbacks."""
         self.observers = [o for o in observers if overrides(o, "end_exchange")]
 
     def around_step(self) -> AbstractContextManager[None]:
@@ -81,7 +82,7 @@ class PlannedCompute(StageCompute):
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run one action; see `StageCompute.run`."""
-        # Parts of this W may have run already.
+        # Parts of this W may already have run.
         if action.kind == "W" and self.weights is not None:
             self.weights.finish(action.stage, action.microbatch)
             return []
@@ -114,7 +115,7 @@ class PlannedCompute(StageCompute):
         self, stage: int, microbatch: int, gradients: Tensors, *, split: bool
     ) -> Tensors:
         """Run B or I alone; see `StageCompute.backward`."""
-        # `split` is not needed, because it was already known when the plan was built.
+        # `split` is not needed here, because the plan was built with it.
         return self._together(None, [], (stage, microbatch), gradients)[1]
 
     def _together(
@@ -137,12 +138,12 @@ class PlannedCompute(StageCompute):
         if forward is not None:
             arguments |= self._arguments_of_forward(forward)
             if self._draws_by_microbatch:
-                # A backward pass draws no new random numbers, because recomputation restores the
-                # states of the generators.
+                # A backward pass draws no new random numbers, because recomputation
+                # restores the generator states.
                 drawing = rng_of_this_step(*forward)
         if backward is not None:
-            # Remove the entry before the backward pass, so that autograd can free tensors during
-            # the pass.
+            # Remove the entry before the backward pass so that autograd can free
+            # tensors while the pass runs.
             saved = self._live.pop(backward)
             arguments["b_model"] = self._stage(backward[0]).model
         with drawing:
@@ -161,8 +162,8 @@ class PlannedCompute(StageCompute):
             )
         if forward is not None:
             for output in outputs:
-                # An expert layer ends on the communication stream, so the memory of its output
-                # belongs to that stream.
+                # An expert layer ends on the communication stream, so its output's
+                # memory belongs to that stream.
                 output.record_stream(torch.cuda.current_stream())
             outputs = self._keep(*forward, inputs, outputs, num_tokens, store)
         if backward is None:
@@ -185,7 +186,7 @@ class PlannedCompute(StageCompute):
         }
 
     def _planning(self, key: _Key) -> Callable[..., Any]:
-        """Return a forward step for a micro-batch, which builds a plan and adapts it for us."""
+        """Return a micro-batch's forward step, which builds a plan and adapts it for us."""
         splits = key in self.table.split_backwards
 
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -197,8 +198,8 @@ class PlannedCompute(StageCompute):
             predicting = [layer for layer in layers if _predicts(layer)]
             if len(predicting) > 1:
                 self._predict_apart(predicting)
-            # The order matters: recomputation must run the nodes that are already observed, and
-            # the deferral of weight gradients must wrap both.
+            # The order matters: recomputation must run nodes that are already observed,
+            # and the deferral of weight gradients must wrap both.
             if self.observers:
                 backward_kind: Kind = "I" if splits else "B"
                 for index, layer in enumerate(layers):
@@ -213,7 +214,7 @@ class PlannedCompute(StageCompute):
         return step
 
     def _recomputed(self, layers: list[Any]) -> list[Any]:
-        """Return the layers that full recomputation runs again before their backward pass."""
+        """Return the layers that full recomputation reruns before their backward pass."""
         config = self.call.config
         if config.recompute_granularity != "full":
             return []
@@ -225,10 +226,10 @@ class PlannedCompute(StageCompute):
     def _observe(self, layer: Any, index: int, key: _Key, backward_kind: Kind) -> None:
         """Report a layer's token exchanges to the observers.
 
-        `index` is the position of the layer in the stage.
+        `index` is the layer's position in the stage.
         """
         for node in (layer.moe_dispatch, layer.moe_combine):
-            # Layers without experts do not have these nodes.
+            # Layers without experts lack these nodes.
             if isinstance(node, utils.ScheduleNode):
                 node.forward_func = self._observed("F", key, index, node.forward_func)
                 node.backward_func = self._observed(
@@ -236,7 +237,7 @@ class PlannedCompute(StageCompute):
                 )
 
     def _defer_weights(self, part: Any, key: _Key) -> None:
-        """Make the nodes of a plan, or of a layer, defer weight gradients to W."""
+        """Make the nodes of a plan or a layer defer weight gradients to W."""
         stage, microbatch = key
 
         def around_forward() -> AbstractContextManager[Any]:
@@ -255,28 +256,28 @@ class PlannedCompute(StageCompute):
                 node.delay_wgrad_compute = False
 
     def _keep_what_is_read(self, layer: Any) -> None:
-        """Protect tensors that another part of the layer reads later from being freed or reused."""
+        """Prevent freeing or reusing tensors that another part of the layer reads later."""
         config, dispatch = self.call.config, layer.moe_dispatch
         dispatcher = config.moe_token_dispatcher_type
         if config.num_moe_experts == config.expert_model_parallel_size:
-            # A single expert reads the dispatched tokens themselves, including in W. Several
-            # experts read a sorted copy of them.
+            # A single expert reads the dispatched tokens directly, including in W.
+            # Several experts read a sorted copy of them.
             layer.mlp.free_input = False
         if dispatcher == "allgather" and isinstance(dispatch, utils.ScheduleNode):
             # The input is a view of the tensor that the router reads.
             dispatch.free_input = False
             gather = dispatch.forward_func
-            # Clone the result: all layers gather into the same buffer, which the partner's backward
-            # pass would overwrite.
+            # Clone the result: all layers gather into the same buffer, so the partner's
+            # backward pass would overwrite it.
             dispatch.forward_func = lambda *args: gather(*args).clone()
 
     def _draw_as_in_a_block(self, layer: Any) -> None:
-        """Make a layer draw random numbers from the generators of its tensor-parallel rank.
+        """Make a layer draw random numbers from its tensor-parallel rank's generators.
 
         With sequence parallelism, Megatron's block selects these generators around all layers, but
-        plans do so only for multi-token prediction layers. In other layers, all tensor-parallel
-        ranks would use the same dropout mask for their parts, and this mask would also differ from
-        the mask without pairs.
+        plans do so only for multi-token prediction layers. In all other layers, tensor-parallel
+        ranks would use the same dropout mask for their different parts, and the mask would also
+        differ from the one used without pairs.
         """
         config = self.call.config
         draws = (
@@ -296,17 +297,17 @@ class PlannedCompute(StageCompute):
 
     @staticmethod
     def _predict_apart(layers: list[Any]) -> None:
-        """Make each of several multi-token prediction layers run its backward pass exactly once.
+        """Make each of several multi-token prediction layers run backward exactly once.
 
         The last layer joins the outputs of all layers. If these outputs kept their graphs, the last
-        layer's backward pass would run through the other layers' graphs and free them. So detach
-        the outputs.
+        layer's backward pass would run through the other layers' graphs and free them, so the
+        outputs are detached.
 
-        In addition, all of these layers embed tokens. Megatron's own backward sums the gradients of
-        these embeddings before it adds them to the weight. To get the same sum, all embeddings
-        belong to the graph of the first layer, whose backward pass runs last.
+        In addition, all of these layers embed tokens. Megatron's own backward pass sums the
+        gradients of these embeddings before adding them to the weight's gradient. To get the same
+        sum, all embeddings belong to the graph of the first layer, which runs backward last.
         """
-        # Detach the output of each layer except the last.
+        # Detach the outputs of all layers except the last.
         for layer in layers[:-1]:
             predicts = layer.mtp_post_process
 
@@ -340,7 +341,8 @@ class PlannedCompute(StageCompute):
                         return embedded
                     return first_node.detach(embedded)
 
-                # The node reads the embedding from the model, so replace the model while it runs.
+                # The node gets the embedding from the model, so replace the model
+                # meanwhile.
                 state.model = SimpleNamespace(
                     embedding=embedding, decoder=model.decoder, vp_stage=model.vp_stage
                 )
@@ -353,24 +355,25 @@ class PlannedCompute(StageCompute):
 
     @staticmethod
     def _recompute(layer: Any) -> None:
-        """Make a layer run forward without a graph, and again with a graph in its backward pass."""
+        """Make a layer run forward without a graph and, in its backward pass, again with one."""
         nodes = _nodes_of(layer)
         forwards = [node.forward for node in nodes]
         backward = nodes[-1].backward
-        # The layer's input, and the generators' states before the layer. Empty until the layer
-        # runs.
+        # The layer's input and the generator states before the layer. Empty until the
+        # layer runs.
         input_and_states: list[Any] = []
 
         def without_graph(forward: Callable[..., Any], value: Any) -> Any:
             if not input_and_states:
-                # The tensor may belong to the communication stream, but this stream reads it later.
+                # The tensor may belong to the communication stream, but is later read
+                # here.
                 value.record_stream(torch.cuda.current_stream())
                 input_and_states.extend((value, random._get_all_rng_states()))
             with torch.no_grad():
                 output = forward(value)
             if forward is not forwards[-1]:
                 return output
-            # After the last node, free everything that the nodes have saved.
+            # After the last node, free everything that the nodes saved.
             for node in nodes:
                 node.inputs = node.output = None
             return output.requires_grad_()
@@ -378,12 +381,12 @@ class PlannedCompute(StageCompute):
         def again(gradient: Any) -> Any:
             value, drawn = input_and_states
             input_and_states.clear()
-            # Run the forward pass with the generators in their earlier states, and then restore the
-            # current states.
+            # Run the forward pass with the earlier generator states, then restore the
+            # current ones.
             states = random._get_all_rng_states()
             set_rng_states(*drawn)
             for node, forward in zip(nodes, forwards, strict=True):
-                # Deleting the attribute uncovers the method of the class.
+                # Deleting the attribute exposes the class's method again.
                 del node.forward
                 node.detached = node.before_detached = ()
                 value = forward(value)
@@ -414,10 +417,10 @@ class PlannedCompute(StageCompute):
     def _kept_for_w(
         function: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]
     ) -> Callable[..., Any]:
-        """Wrap part of a layer to run in a context of the split, and keep its results for W.
+        """Wrap part of a layer to run in a context of the split and keep its results for W.
 
-        Each part enters its own context. In a pair, the partner's parts run between an action's
-        parts, and may belong to a different W or to none.
+        Every part enters its own context. In a pair, the partner's parts run between an action's
+        parts and may belong to a different W, or to none.
         """
         of_w = torch.cuda.current_stream()
 
@@ -427,9 +430,9 @@ class PlannedCompute(StageCompute):
             tensors = output if isinstance(output, tuple) else (output,)
             for tensor in tensors:
                 if tensor is not None:
-                    # The tensor may belong to the communication stream, and W may read it, like the
-                    # input of the output layer. Without this call, that stream could reuse the
-                    # memory while W is still running.
+                    # The tensor may belong to the communication stream and be read by
+                    # W, such as the output layer's input. Without this call, that
+                    # stream could reuse the memory while W is still running.
                     tensor.record_stream(of_w)
             return output
 

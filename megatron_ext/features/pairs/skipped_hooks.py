@@ -16,25 +16,26 @@ from megatron_ext.config.active import report_departure
 if TYPE_CHECKING:
     import torch
 
-# A schedule plan calls the parts of these modules, but never the modules themselves.
+# A schedule plan calls these modules' parts, but never the modules themselves.
 _RUN_IN_PARTS = (TransformerBlock, TransformerLayer, MoELayer)
 
 
 def log_skipped_hooks(chunks: Sequence[torch.nn.Module]) -> None:
-    """Log the modules whose hooks do not run, because plans call only parts of these modules."""
+    """Log the modules whose hooks do not run because plans call only the modules' parts."""
     names = list(_modules_with_skipped_hooks(chunks))
     if names:
         report_departure(
             f"hooks on {', '.join(names)} do not run: with --overlap-moe-expert-parallel-comm, "
-            "Megatron runs the parts of these modules one by one; register them on the parts "
-            "(self_attention, router, experts), or leave the flag out"
+            "Megatron runs these modules' parts one by one; register the hooks on the parts "
+            "(self_attention, router, experts), or remove the flag"
         )
 
 
 def _modules_with_skipped_hooks(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
     for chunk in map(unwrap_model, chunks):
         for path, module in chunk.named_modules():
-            # The model itself does not run either: its forward step only builds a plan.
+            # The model itself is not called either: its forward step only builds a
+            # plan.
             if module is not chunk and not isinstance(module, _RUN_IN_PARTS):
                 continue
             hooks = chain(

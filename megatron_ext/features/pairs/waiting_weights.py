@@ -1,18 +1,17 @@
 """Runs W before its place in the table, while a rank would otherwise wait for tokens.
 
-Experts get unequal numbers of tokens, so in each layer all ranks in a group wait for the slowest
-rank. `--pipeline-waiting-weights N` moves each W in a table N places back (`weights_waiting`). A W
-runs at its place in the table at the latest, which bounds the memory for waiting W. It runs earlier
+Experts get unequal numbers of tokens, so in every layer all ranks in a group wait for the slowest
+one. `--pipeline-waiting-weights N` moves each W in a table back by N places (`weights_waiting`). A
+W runs no later than its place in the table, which limits the memory for waiting W, and runs earlier
 if its rank is idle:
 
-* On CPUs, the host runs W until its peers have arrived at the exchange, one layer's weights at a
-  time.
-* On devices, each W is launched right after its I, on a stream of low priority that waits only for
-  that I. The device runs W when the action stream leaves it idle. At the W's place in the table,
-  the action stream waits for it.
+* On CPUs, the host runs W until its peers have reached the exchange, one layer's weights at a time.
+* On devices, each W is launched right after its I, on a low-priority stream that waits only for
+  that I. The device runs W whenever the action stream leaves it idle. At the W's place in the
+  table, the action stream waits for it.
 
-W actions never overtake each other, and never overtake a whole backward pass of their stage, so
-gradients are summed in table order.
+W actions never overtake each other or a whole backward pass of their stage, so gradients are summed
+in table order.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _Key = tuple[int, int]
 
 
 class WeightQueue:
-    """The W for one rank and step, in row order."""
+    """One rank's W for one step, in row order."""
 
     def __init__(self, row: Row) -> None:
         self._queue: deque[_Queued] = deque()
@@ -54,20 +53,20 @@ class WeightQueue:
             elif action.kind == "W":
                 key = action.stage, action.microbatch
                 self._queue.append(_Queued(key, num_wholes[action.stage]))
-        # The I actions that have run, but whose W actions have not.
+        # The I actions that have run but whose W actions have not.
         self._inputs_done: set[_Key] = set()
         # Stage -> number of whole backward passes that have run.
         self._wholes_done: Counter[int] = Counter()
 
     def ended(self, action: Action) -> None:
-        """Record an action that has run, after which the next W may be able to run."""
+        """Record that an action has run, which may allow the next W to run."""
         if action.kind == "I":
             self._inputs_done.add((action.stage, action.microbatch))
         elif action.kind == "B":
             self._wholes_done[action.stage] += 1
 
     def first(self) -> _Key | None:
-        """Return (stage, micro-batch) of the next W if it can run already, else None."""
+        """Return (stage, micro-batch) of the next W if it can already run, or None."""
         if not self._queue:
             return None
         key, num_wholes = self._queue[0]
@@ -85,11 +84,11 @@ class _Queued(NamedTuple):
 
     key: _Key
     num_wholes: int
-    """Number of whole backward passes of its stage that add to the same gradients before it."""
+    """Number of whole backward passes on its stage that add to the same gradients before it."""
 
 
 class WaitingWeights(ABC):
-    """The W of one step, which may run before their place in the table."""
+    """One step's W, which may run before their place in the table."""
 
     def __init__(self, row: Row, splits: SplitBackward) -> None:
         self.queue = WeightQueue(row)
@@ -97,7 +96,7 @@ class WaitingWeights(ABC):
 
     @abstractmethod
     def ended(self, action: Action) -> None:
-        """Handle an action, other than a W, that has run and whose results have been sent."""
+        """Handle an action, other than W, that has run and whose results have been sent."""
 
     @abstractmethod
     def finish(self, stage: int, microbatch: int) -> None:
@@ -105,22 +104,22 @@ class WaitingWeights(ABC):
 
 
 class HostWeights(WaitingWeights):
-    """The W of one step on the host, which runs them until its peers arrive."""
+    """One step's W on the host, which runs them until its peers arrive."""
 
     def ended(self, action: Action) -> None:
-        """Record an action that has run."""
+        """Record that an action has run."""
         self.queue.ended(action)
 
     def await_peers(self, group: dist.ProcessGroup) -> None:
-        """Run W until all ranks of a group have called this. Collective over the group.
+        """Run W until all ranks in a group have called this. Collective over the group.
 
-        Sleeps if there is no W to run. The group's time-out limits the wait.
+        Sleeps if there is no W to run. The group's time-out bounds the wait.
         """
-        # The exchange would block this thread, so use a barrier to find out when all ranks have
-        # arrived.
+        # The exchange itself would block this thread, so use a barrier to find out when
+        # all ranks have arrived.
         arrival = dist.barrier(group, async_op=True)
         assert arrival is not None
-        # Run the W of one layer at a time, because peers may arrive in the meantime and would then
+        # Run W one layer at a time, because peers that arrive in the meantime have to
         # wait for this rank.
         while not arrival.is_completed():
             key = self.queue.first()
@@ -131,18 +130,18 @@ class HostWeights(WaitingWeights):
         arrival.wait()
 
     def finish(self, stage: int, microbatch: int) -> None:
-        """Run the part of a W that has not run yet."""
+        """Run whatever part of a W has not run yet."""
         self.splits.run(stage, microbatch)
-        # If all of this W ran during exchanges, `await_peers` has removed it.
+        # If this W ran completely during exchanges, `await_peers` has removed it.
         if self.queue.first() == (stage, microbatch):
             self.queue.remove_first()
 
 
 @dataclass(frozen=True)
 class SideStreams:
-    """The streams on a device on which actions and W run in parallel.
+    """The device streams on which actions and W run in parallel.
 
-    CUDA's default stream has the lowest priority, so actions run on another stream.
+    CUDA's default stream has the lowest priority, so actions run on a different stream.
     """
 
     runtime: Any
@@ -154,43 +153,44 @@ class SideStreams:
 
     @classmethod
     def of_device(cls, backend: Device, device: torch.device) -> SideStreams:
-        """Create the streams, and give Megatron's plans a communication stream."""
+        """Create the streams and give Megatron's plans a communication stream."""
         runtime = backend.runtime
         lowest, highest = runtime.Stream.priority_range()
         if lowest == highest:
             raise ScheduleError(
-                f"--pipeline-waiting-weights needs streams of two priorities, but {device} has "
-                "only one; leave it out"
+                "--pipeline-waiting-weights requires streams with two priority levels, but "
+                f"{device} has only one; remove this flag"
             )
         actions = runtime.Stream(device, priority=highest)
-        # Exchanges have a high priority too: a W must not delay an exchange that other ranks are
-        # waiting for.
+        # Exchanges also have high priority: a W must not delay an exchange that other
+        # ranks are waiting for.
         exchanges = runtime.Stream(device, priority=highest)
         utils.set_streams(comm_stream=exchanges)
-        # Megatron keeps the first stream of the process.
+        # Megatron keeps the process's first stream.
         if utils.get_comm_stream() != exchanges:
             _LOG.warning(
-                "exchanges of tokens run on the stream of an earlier training in this process, "
-                "which may not have a higher priority than weight gradients"
+                "token exchanges run on the stream of an earlier training run in this process, "
+                "whose priority may not be higher than that of weight gradients"
             )
         return cls(runtime, actions, runtime.Stream(device, priority=lowest))
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Run a step on the action stream, ordered with the work on the current stream."""
+        """Run a step on the action stream, ordered with respect to the current stream."""
         outer = self.runtime.current_stream()
         self.actions.wait_stream(outer)
         with self.runtime.stream(self.actions):
             try:
                 yield
             finally:
-                # Wait after a failed step too: the next step zeroes the gradients to which W adds.
+                # Also wait after a failed step: the next step zeroes the gradients that
+                # W adds to.
                 outer.wait_stream(self.actions)
                 outer.wait_stream(self.weights)
 
 
 class DeviceWeights(WaitingWeights):
-    """The W of one step on a device, which runs them on a low-priority stream."""
+    """One step's W on a device, which runs them on a low-priority stream."""
 
     def __init__(self, row: Row, splits: SplitBackward, streams: SideStreams) -> None:
         super().__init__(row, splits)
@@ -205,12 +205,12 @@ class DeviceWeights(WaitingWeights):
         if key is None:
             return
         weights = self._streams.weights
-        # W reads the results of the action, so order it after the action on the device.
+        # W reads the action's results, so order it after the action on the device.
         weights.wait_stream(self._streams.actions)
         while key is not None:
-            # Keep references to the operands until the W's place in the table, where the action
-            # stream waits for the W. Their memory belongs to streams that do not wait for W, or is
-            # a message buffer, so it could be reused too early.
+            # Keep references to the operands until the W's place in the table, where
+            # the action stream waits for the W. Their memory belongs to streams that do
+            # not wait for W, or to a message buffer, so it could be reused too early.
             gradients = self.splits.gradients(*key)
             with self._streams.runtime.stream(weights):
                 self.splits.run(*key, in_current_stream=True)
@@ -219,15 +219,15 @@ class DeviceWeights(WaitingWeights):
             key = self.queue.first()
 
     def finish(self, stage: int, microbatch: int) -> None:
-        """Make the action stream wait for a W, and drop the W's operands."""
+        """Make the action stream wait for a W and drop the W's operands."""
         launched = self._launched.pop((stage, microbatch))
         self._streams.actions.wait_event(launched.end)
-        # The W has been launched already. This call only reports its gradients to a reduction,
-        # which starts after the last ones.
+        # The W has already been launched. This call only reports its gradients to a
+        # reduction, which starts after the last ones.
         self.splits.run(stage, microbatch)
 
     def _await_weight(self, weight: torch.Tensor) -> None:
-        """Make a backward pass that adds to a weight's gradient wait for all W that add to it."""
+        """Make a backward pass that adds to a weight's gradient wait for all W that do the same."""
         for launched in self._launched.values():
             for gradient in launched.gradients:
                 if any(weight is changed for changed in gradient.weights):
@@ -235,9 +235,9 @@ class DeviceWeights(WaitingWeights):
 
 
 class _Launched(NamedTuple):
-    """A W that has been launched, and that the device may still be running."""
+    """A W that has been launched and may still be running on the device."""
 
     end: Any
-    """An event after the last kernel of the W."""
+    """An event recorded after the W's last kernel."""
     gradients: list[WeightGradient]
-    """The gradients that the W computes. They keep references to its operands."""
+    """The gradients that the W computes, which hold references to its operands."""

@@ -1,4 +1,4 @@
-"""Runs slices in a model's training steps."""
+"""Runs a model's training steps in slices."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def kept_state() -> KeptState:
-    """Return the state that layers keep from slice to slice. Patched layers read it too."""
+    """Return the state that layers keep from slice to slice. Patched layers read it as well."""
     state: KeptState = in_force().kept_by_feature.setdefault(SLICES, KeptState())
     return state
 
 
 class SliceSteps(Feature):
-    """Slices in a model's training steps."""
+    """Adds slices to a model's training steps."""
 
     def __init__(self, model: Model) -> None:
         config = model.pipeline.config
@@ -32,14 +32,14 @@ class SliceSteps(Feature):
 
     @staticmethod
     def pipeline_of(pipeline: Pipeline, config: Any, seq_length: int) -> Pipeline:
-        """Return the pipeline, with slices that have equal costs in this model."""
+        """Return the pipeline with slices that cost the same in this model."""
         if pipeline.config.slices == 1:
             return pipeline
         cost = pipeline.config.length_costs or cost_of_model(config)
         return pipeline.with_attention(cost.attention_share(seq_length))
 
     def shapes_on_wires(self, shapes: Shapes) -> Shapes:
-        """Return shapes of None for all messages, so that each message contains its own shape."""
+        """Return None as every message's shape, so that each message carries its own shape."""
         if not self._has_slices:
             return shapes
         # Slices of equal cost differ in length.
@@ -48,8 +48,9 @@ class SliceSteps(Feature):
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
         """Return the compute object for a step with slices; see `Feature.compute`."""
         table, call = step.table, step.call
-        # A step with only short micro-batches has bounds too, although nothing is cut. So neither
-        # the model checks nor the way in which empty micro-batches run depends on the lengths.
+        # A step with only short micro-batches also has bounds, even though nothing is
+        # cut. Neither the model checks nor how empty micro-batches run depends on the
+        # lengths.
         if table.schedule.num_slices == 1 and not call.slice_bounds:
             return None
         shapes = self.shapes_on_wires(step.shapes)
@@ -66,5 +67,5 @@ class SliceSteps(Feature):
         )
 
     def step_failed(self) -> None:
-        """Drop the state that layers keep, which is incomplete after a failure."""
+        """Drop the state that layers keep, because a failure leaves it incomplete."""
         kept_state().clear()

@@ -1,7 +1,7 @@
 """Checks that a model can run in slices: only attention, which keeps state, may mix tokens.
 
 Megatron's own layers are known to be safe. Hooks and third-party modules may average over the
-tokens that they get, keep an output for the next call, or count calls. In slices, this would train
+tokens they receive, keep an output for the next call, or count calls. With slices, that would train
 a different model, so they are rejected unless they declare `runs_in_slices = True`.
 """
 
@@ -33,18 +33,18 @@ _TORCHS = frozenset(
         "sparse",
     }
 )
-# These are in the files `activation` and `normalization`, but mix the tokens that they get.
+# Defined in `activation` and `normalization`, but these mix the tokens they receive.
 _CONNECTING = (
     torch.nn.MultiheadAttention,
     torch.nn.GroupNorm,
     torch.nn.LocalResponseNorm,
 )
-# Position embeddings that use `position_ids`. All others count positions by themselves.
+# Position embeddings that use `position_ids`. All others count positions themselves.
 _READ_POSITIONS = ("learned_absolute", "mrope")
 
 
 def declares_slices(chunk: torch.nn.Module) -> bool:
-    """Return whether a chunk's model declares that it runs in slices."""
+    """Return whether a chunk's model declares that it can run in slices."""
     return bool(getattr(unwrap_model(chunk), "runs_in_slices", False))
 
 
@@ -59,10 +59,10 @@ def sliced_layers(chunk: torch.nn.Module) -> list[Any]:
 
 
 def fields_beyond_tokens(chunk: torch.nn.Module) -> tuple[str, ...]:
-    """Return the data fields that a chunk needs, but that cannot be derived from a slice's tokens.
+    """Return the data fields that a chunk needs and cannot derive from a slice's tokens.
 
-    Positions computed from them start at 0 in each slice, and labels lack the next slice's first
-    token. Models that declare `runs_in_slices` may have other data.
+    Positions computed from the tokens would start at 0 in every slice, and labels would lack the
+    next slice's first token. Models that declare `runs_in_slices` may use different data.
     """
     if declares_slices(chunk):
         return ()
@@ -80,8 +80,8 @@ def fields_beyond_tokens(chunk: torch.nn.Module) -> tuple[str, ...]:
 def declared_fields(forward_step: Any) -> tuple[str, ...]:
     """Return the names of the data fields `[b, s]` that a forward step declares.
 
-    Programs set them as `forward_step.fields_along_sequence`, for example for the advantages of
-    tokens. Wrappers by `functools` pass them on.
+    Programs set `forward_step.fields_along_sequence`, for example for per-token advantages.
+    Wrappers made with `functools` are unwrapped.
     """
     while not hasattr(forward_step, "fields_along_sequence"):
         if isinstance(forward_step, partial):
@@ -94,12 +94,12 @@ def declared_fields(forward_step: Any) -> tuple[str, ...]:
 
 
 def check_model(chunk: torch.nn.Module) -> None:
-    """Check that the model of a chunk can run in slices.
+    """Check that a chunk's model can run in slices.
 
     Call this in every step, because hooks may change between steps.
 
     Raises:
-        ScheduleError: The model's results in slices may differ from those in whole micro-batches.
+        ScheduleError: The model may compute different results in slices than in micro-batches.
     """
     if declares_slices(chunk):
         return
@@ -108,18 +108,18 @@ def check_model(chunk: torch.nn.Module) -> None:
         raise ScheduleError(
             f"slices need a GPTModel with Megatron's or Transformer Engine's causal "
             f"DotProductAttention in all layers, or a model that declares runs_in_slices "
-            f"(docs/lengths.md), not {wrong}; leave the slices out"
+            f"(docs/lengths.md), not {wrong}; disable slices"
         )
     for name, stranger in _strangers(unwrap_model(chunk)):
         raise ScheduleError(
-            f"{name} runs once for each slice, but may connect the tokens of a micro-batch; if it "
+            f"{name} runs once per slice, but may mix the tokens of a micro-batch; if it "
             f"processes each token separately and keeps no state, set runs_in_slices = True on "
-            f"{stranger}, or leave the slices out"
+            f"{stranger}; otherwise, disable slices"
         )
 
 
 def _wrong_layer(chunk: torch.nn.Module) -> str | None:
-    # Import it here, because models that declare `runs_in_slices` do not need it.
+    # Imported here because models that declare `runs_in_slices` do not need it.
     from megatron.core.models.gpt import GPTModel
 
     model = unwrap_model(chunk)
@@ -132,7 +132,7 @@ def _wrong_layer(chunk: torch.nn.Module) -> str | None:
         )
         if type(core).__name__ not in ("DotProductAttention", "TEDotProductAttention"):
             return f"a layer with {type(core).__name__}"
-        # Megatron uses an enumeration for the kinds of masks, and Transformer Engine uses names.
+        # Megatron uses an enum for mask types; Transformer Engine uses names.
         if getattr(core.attn_mask_type, "name", core.attn_mask_type) != "causal":
             return "attention to later tokens"
         softmax = getattr(core, "scale_mask_softmax", None)
@@ -151,7 +151,7 @@ def _wrong_layer(chunk: torch.nn.Module) -> str | None:
 def _strangers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
     """Yield hooks and modules that may mix tokens.
 
-    Each pair consists of a description and the object on which the user can set `runs_in_slices`.
+    Each result consists of a description and the object on which the user can set `runs_in_slices`.
     """
     for hook in _hooks_of_all_modules():
         yield "a hook on all modules", f"the hook ({_name_of(hook)})"
@@ -204,7 +204,7 @@ def _hooks_of_all_modules() -> Iterator[Callable[..., Any]]:
 
 
 def _gradient_hooks_of(weight: torch.nn.Parameter) -> Iterator[Callable[..., Any]]:
-    # Such a hook would run once for each slice instead of once for each micro-batch.
+    # Such a hook would run once per slice instead of once per micro-batch.
     before, after = (
         weight._backward_hooks,
         getattr(weight, "_post_accumulate_grad_hooks", None),

@@ -1,12 +1,12 @@
-"""Runs micro-batches in slices: cuts batches, and keeps keys and values.
+"""Runs micro-batches in slices: cuts batches and keeps keys and values.
 
 A micro-batch's slices run their forward passes in order and their backward passes in reverse order.
-A slice's attention reads the keys and values of all earlier slices, so each layer keeps them. The
-gradients of a slice's keys and values are complete when the backward pass of this slice starts. The
+A slice's attention reads the keys and values of all earlier slices, so each layer keeps them. By
+the time a slice's backward pass starts, the gradients of its keys and values are complete. The
 idea is from SlimPipe (arXiv 2504.14519) and Seq1F1B (arXiv 2406.03488).
 
-A slice may be empty, because all replicas have the same number of slices, so that the collectives
-inside their layers match. Megatron's layers fail without tokens, so an empty slice runs a few
+A slice may be empty, because all replicas must have the same number of slices for the collectives
+inside their layers to match. Megatron's layers fail without tokens, so an empty slice runs a few
 padding tokens, which add nothing to losses, gradients or counts.
 """
 
@@ -55,7 +55,7 @@ class _LayerBuffer:
 
     def __init__(self) -> None:
         self.tokens: torch.Tensor | None = None
-        """All tokens of the micro-batch, `[s, b, heads, width]`. Each forward pass writes its
+        """The micro-batch's tokens, `[s, b, heads, width]`. Each forward pass writes its
         slice."""
         self.gradient: torch.Tensor | None = None
         """Sum of the gradients from later slices, `[s, b, heads, width]`, for all tokens that later
@@ -75,23 +75,24 @@ class _LayerBuffer:
             raise ScheduleError(
                 "a layer changed the keys or values of earlier slices in place, so later slices "
                 "would read the changed values; write key = key * 2 instead of key.mul_(2), or "
-                "leave the slices out"
+                "disable slices"
             )
         self.tokens[begin : begin + len(tensor)].copy_(tensor)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return these tokens without copying them."""
         assert self.tokens is not None
-        # Later slices are written to the buffer before this slice's backward pass reads its tokens.
-        # Autograd would reject a view as modified, because a view shares the version counter of the
-        # buffer. `data` is an alias whose counter starts at 0.
+        # Later slices are written to the buffer before this slice's backward pass reads
+        # its tokens. Autograd would reject a view as modified, because a view shares
+        # the buffer's version counter. `data` returns an alias whose counter starts at
+        # 0.
         alias = self.tokens[begin:end].data
-        # Keep a detached tensor: the alias itself will hold the autograd graph of its slice.
+        # Keep a detached tensor: the alias itself will hold its slice's autograd graph.
         self._last_read = alias.detach()
         return alias
 
     def add_gradient(self, gradient: torch.Tensor, begin: int) -> None:
-        """Add the gradient of tokens from `begin` on, `[s, ...]`."""
+        """Add the gradient, `[s, ...]`, of the tokens starting at `begin`."""
         end = begin + len(gradient)
         # The last slice runs its backward pass first and reads the most tokens, so later gradients
         # fit into this tensor.
@@ -126,7 +127,7 @@ class _Joined(torch.autograd.Function):
         ctx.begin = running.begin
         ctx.end = running.end
         ctx.is_first_slice = running.number == 0
-        # A recomputation would write the values that the buffer already has.
+        # A recomputation would only rewrite the values that the buffer already has.
         if not running.is_backward:
             buffer.write(tensor, running.begin, running.num_tokens)
         return buffer.read(first, running.end)
@@ -152,10 +153,10 @@ class _Joined(torch.autograd.Function):
 
 @dataclass
 class _Balanced:
-    """Sums for one router over the slices so far, `[experts]` each."""
+    """One router's sums over the slices so far, `[experts]` each."""
 
     counts: torch.Tensor | float = 0.0
-    """Number of tokens that were sent to each expert."""
+    """Number of tokens sent to each expert."""
     probabilities: torch.Tensor | float = 0.0
     """Sum of the router's probabilities for each expert."""
 
@@ -163,9 +164,9 @@ class _Balanced:
 class _Balance(torch.autograd.Function):
     """A slice's balancing loss: `factor` times its probabilities times all slices' counts.
 
-    A slice's value is the amount by which it increases the loss so far. So the values add up to the
+    A slice's value is the amount that it adds to the loss so far, so the values add up to the
     micro-batch's loss. In a recomputation, the value is 0. The gradient also depends on the counts
-    from later slices, which are known when a backward pass runs.
+    from later slices, which are known by the time a backward pass runs.
     """
 
     @staticmethod
@@ -198,13 +199,13 @@ class _Microbatch:
     attention: dict[int, tuple[_LayerBuffer, _LayerBuffer]] = field(
         default_factory=dict
     )
-    """Id of a layer -> its keys and its values."""
+    """Layer id -> its keys and its values."""
     balanced: defaultdict[tuple[int, int], _Balanced] = field(
         default_factory=lambda: defaultdict(_Balanced)
     )
-    """(id of a router, index among its balancing losses) -> sums over the slices so far."""
+    """(router id, index of the balancing loss) -> sums over the slices so far."""
     packed: Any = None
-    """Megatron's `PackedSeqParams` of the whole micro-batch. None if each row is one sequence."""
+    """Megatron's `PackedSeqParams` for the whole micro-batch. None if each row is one sequence."""
     documents_read: Callable[[], tuple[int, ...]] = tuple
     """Returns `documents` if this rank has them on the host, else an empty tuple."""
     documents: tuple[int, ...] = ()
@@ -213,13 +214,13 @@ class _Microbatch:
     ahead: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(
         default_factory=dict
     )
-    """For multi-token prediction: name of a tensor -> the whole tensor `[b, s]` shifted by 0, 1,
+    """For multi-token prediction: tensor name -> the whole tensor `[b, s]` shifted by 0, 1,
     ... tokens, each with the sum of its entries."""
 
 
 @dataclass
 class RunningSlice:
-    """The slice that runs forward or backward, and what Megatron's layers compute for it.
+    """The slice whose pass is running, and what Megatron's layers compute for it.
 
     The patches in `sliced_layers.py` call these methods instead of Megatron's functions.
     """
@@ -248,16 +249,16 @@ class RunningSlice:
     _router: Any = None
     """The router that is running."""
     _num_losses: int = 0
-    """Number of balancing losses of this router so far."""
+    """How many balancing losses this router has computed so far."""
     _counts_only: bool = False
     """Whether the router runs only to count tokens for its balancing losses."""
     _rolled: dict[int, tuple[str, int, torch.Tensor]] = field(default_factory=dict)
-    """Id of a tensor of the slice -> its name, the number of tokens by which it is shifted, and the
-    tensor."""
+    """Id of one of the slice's tensors -> its name, the number of tokens by which it is shifted,
+    and the tensor."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether the slice has no tokens, so that only padding runs."""
+        """Whether the slice has no tokens, so only padding runs."""
         return self.begin == self.end
 
     @property
@@ -277,7 +278,7 @@ class RunningSlice:
         `key` and `value` belong to the slice, `[s, ...]` each.
 
         Raises:
-            ScheduleError: They have more or fewer tokens than the slice.
+            ScheduleError: `key` or `value` has more or fewer tokens than the slice.
         """
         keys, values = self.state.attention.setdefault(
             id(layer), (_LayerBuffer(), _LayerBuffer())
@@ -287,9 +288,9 @@ class RunningSlice:
         num_tokens = self.end - self.begin
         if len(key) != num_tokens or len(value) != num_tokens:
             raise ScheduleError(
-                f"{type(layer).__name__} has keys of {len(key)} and values of {len(value)} tokens "
-                f"in a slice of {num_tokens}; pass keys and values of all tokens of the slice, "
-                "[s, ...] each, or leave the slices out"
+                f"{type(layer).__name__} has keys for {len(key)} and values for {len(value)} "
+                f"tokens in a slice of {num_tokens}; pass keys and values for all tokens in the "
+                "slice, [s, ...] each, or disable slices"
             )
         key = _Joined.apply(key, keys, self, first)
         return key, _Joined.apply(value, values, self, first)
@@ -305,7 +306,7 @@ class RunningSlice:
         attn_mask_type: AttnMaskType | None = None,
         **arguments: Any,
     ) -> torch.Tensor:
-        """Return the attention of a slice, `[s, b, h]`, over all tokens up to its end.
+        """Return a slice's attention output, `[s, b, h]`, over all tokens up to the slice's end.
 
         This runs the forward pass of Megatron's `DotProductAttention` or `TEDotProductAttention`.
         The queries are `[s, b, heads, width]`, or `[s, heads, width]` if sequences are packed. The
@@ -319,23 +320,24 @@ class RunningSlice:
         key, value = self.with_earlier(layer, key, value, first)
         has_own_masks = not isinstance(layer, DotProductAttention)  # Transformer Engine
         if has_own_masks:
-            # Transformer Engine passes only addresses to its kernels. It makes queries, keys and
-            # values contiguous if they are parts of one projection. But here, keys and values have
-            # separate memory, so Transformer Engine assumes that the queries are contiguous.
+            # Transformer Engine passes only addresses to its kernels, and makes
+            # queries, keys and values contiguous if they are parts of one projection.
+            # Here, keys and values have their own memory, so it assumes that the
+            # queries are contiguous.
             query = query.contiguous()
             if first > 0:
                 # Transformer Engine rejects keys that start in the middle of their memory.
                 key, value = key.clone(), value.clone()
-        # A slice has fewer queries than keys, and its last query may attend to the last key. So the
-        # causal mask must be aligned at the bottom right.
+        # A slice has fewer queries than keys, and its last query may attend to the last
+        # key, so the causal mask must be aligned to the bottom right.
         if packed is not None:
             if has_own_masks:
                 attn_mask_type = _PACKED_BOTTOM_RIGHT
-                # For self-attention, Transformer Engine's unfused attention would use the lengths
-                # of the queries for the keys too.
+                # For self-attention, Transformer Engine's unfused attention would use
+                # the query lengths for the keys as well.
                 unfused: Any = layer.unfused_attention
                 unfused.attention_type = "cross"
-        elif has_own_masks:  # it ignores mask tensors for causal attention
+        elif has_own_masks:  # which ignore mask tensors for causal attention
             attn_mask_type = AttnMaskType.causal_bottom_right
         elif attention_mask is None:
             attention_mask = self._causal_mask(len(query), len(key), query.device)
@@ -352,8 +354,8 @@ class RunningSlice:
         """
         if self._packed is None:  # all layers share it
             documents = self.state.documents
-            # Find the sequences that contain the slice's first and last token. Sequences without
-            # tokens may be in between.
+            # Find the sequences that contain the slice's first and last token. There
+            # may be empty sequences in between.
             end_index = min(bisect_left(documents, self.end), len(documents) - 1)
             first_index = min(bisect_right(documents, self.begin), end_index) - 1
             first = documents[first_index]
@@ -364,8 +366,8 @@ class RunningSlice:
             ):  # padding after the last sequence reads no keys
                 first = self.begin
             key_bounds = [min(max(start, first), self.end) for start in starts]
-            # Compute the bounds on the device: with a copy from the host, the host would wait for
-            # the device.
+            # Compute the bounds on the device: copying them from the host would make
+            # the host wait for the device.
             whole_bounds = self.state.packed.cu_seqlens_q[first_index : end_index + 1]
             self._packed = replace(
                 packed,
@@ -388,7 +390,7 @@ class RunningSlice:
     def begin_forward(self, arguments: dict[str, Any]) -> None:
         """Convert the arguments of `GPTModel.forward` from a micro-batch to this slice.
 
-        `arguments` maps names to arguments, and is changed in place.
+        `arguments` maps names to arguments and is modified in place.
 
         Raises:
             ScheduleError: There is padding between packed sequences, or a padding mask.
@@ -396,29 +398,29 @@ class RunningSlice:
         state, packed = self.state, arguments.get("packed_seq_params")
         if arguments.get("padding_mask") is not None:
             raise ScheduleError(
-                "padding_mask of GPTModel's forward cannot be used in slices, because their "
-                "routers count all tokens; leave the mask out, or leave the slices out"
+                "GPTModel.forward's padding_mask cannot be used in slices, because their routers "
+                "count all tokens; remove the mask, or disable slices"
             )
         if packed is not None:
             if self.number == 0:
                 self._keep_packed(packed)
             arguments["packed_seq_params"] = self._packed_as_one_sequence()
         if state.ahead:
-            # Megatron shifts the mask, which `roll` does for slices. From 0.17 on, Megatron also
-            # weights the losses of later tokens by the sum of the mask. So pass the mask of the
-            # whole micro-batch.
+            # Megatron shifts the mask, which `roll` does for slices. Since 0.17,
+            # Megatron has also weighted the losses of later tokens by the sum of the
+            # mask, so pass the whole micro-batch's mask.
             arguments["loss_mask"] = state.ahead["loss_mask"][0][0]
 
     def _keep_packed(self, packed: Any) -> None:
-        """Save the bounds of the micro-batch's packed sequences, for all its slices."""
+        """Save the bounds of the micro-batch's packed sequences for all of its slices."""
         bounds, padded_bounds = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
         is_padded = False
         if padded_bounds is not None and padded_bounds is not bounds:
             is_padded = not torch.equal(padded_bounds, bounds)
         if packed.qkv_format != "thd" or is_padded:
             raise ScheduleError(
-                f"packed sequences in format {packed.qkv_format} with padding between them "
-                "cannot run in slices; pack without padding, or leave the slices out"
+                "packed sequences in slices must have the format thd and no padding between them; "
+                f"pack {packed.qkv_format} sequences without padding, or disable slices"
             )
         self.state.packed = packed
         documents = self.state.documents_read()
@@ -431,8 +433,8 @@ class RunningSlice:
     def _packed_as_one_sequence(self) -> Any:
         """Return Megatron's `PackedSeqParams` for the slice as if it were one sequence.
 
-        Then fused kernels apply the rotary positions of its tokens (`positions`) in order. With
-        several sequences, they would start each sequence at the first position of the table.
+        Fused kernels then apply the rotary positions of its tokens (`positions`) in order. With
+        several sequences, they would start every sequence at the table's first position.
         Attention still gets the separate sequences (`attend`).
         """
         whole_packed, num_tokens = self.state.packed, self.end - self.begin
@@ -443,22 +445,22 @@ class RunningSlice:
         if self.is_empty:
             num_tokens = self.num_padding
             changes |= {"max_seqlen_q": num_tokens, "max_seqlen_kv": num_tokens}
-        # Don't create the tensor from a list: the host would wait for the device until the list is
-        # copied.
+        # Do not create the tensor from a list: the host would have to wait until the
+        # device has copied the list.
         bounds = whole_packed.cu_seqlens_q.new_zeros(2)
         bounds[1:] = num_tokens
         if hasattr(whole_packed, "tokens_per_sample"):
-            # The lengths of samples matter only if several rows are packed into one, which slices
-            # do not support.
+            # Sample lengths matter only if several rows are packed into one, which
+            # slices do not support.
             changes["tokens_per_sample"] = None
         return replace(
             whole_packed, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, **changes
         )
 
     def positions(self, call: Any, arguments: Mapping[str, Any]) -> Any:
-        """Return the rotary positions of a slice, `[s, 1, 1, width]`.
+        """Return a slice's rotary positions, `[s, 1, 1, width]`.
 
-        `call` is Megatron's `forward` of a position table.
+        `call` is the `forward` method of one of Megatron's position tables.
         """
         if not arguments.get("packed_seq"):
             return call(**{**arguments, "offset": self.begin})
@@ -469,7 +471,7 @@ class RunningSlice:
         return self._positions_in(result)
 
     def _positions_in(self, table: torch.Tensor) -> torch.Tensor:
-        """Return the rows of a position table for the tokens in a packed slice."""
+        """Return a position table's rows for the tokens in a packed slice."""
         places = torch.arange(self.num_tokens, device=table.device)
         # A table with a row for each token counts positions across all sequences. For any other
         # table, count them within each sequence.
@@ -489,7 +491,7 @@ class RunningSlice:
     def roll(
         self, call: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run Megatron's `roll_tensor`: shift a tensor left, and fill in from the next slice.
+        """Run Megatron's `roll_tensor`: shift a tensor left and fill in from the next slice.
 
         Returns:
             The shifted tensor, `[b, s]`, and its sum over the whole micro-batch. For a mask, this
@@ -499,7 +501,7 @@ class RunningSlice:
         default = "labels"
         if tensor.is_floating_point():
             default = "loss_mask"
-        # Megatron cannot shift an empty tensor. It divides by the sum, so return 1.
+        # Megatron cannot shift an empty tensor. The sum is a divisor, so return 1.
         if self.num_tokens == 0:
             return torch.zeros_like(tensor), torch.ones_like(tensor.sum())
         name, shift, _ = self._rolled.get(id(tensor), (default, 0, tensor))
@@ -525,18 +527,18 @@ class RunningSlice:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run Megatron's `TopKRouter.routing`, and count tokens for its balancing losses."""
+        """Run Megatron's `TopKRouter.routing` and count tokens for its balancing losses."""
         self._router, self._num_losses = router, 0
         if self.is_empty:
             with _without_counts(router):
                 return call(logits, *args, **kwargs)
         if not torch.is_grad_enabled() and router.training and not self.is_backward:
-            # The layer will be recomputed, and Megatron computes these losses only in the
-            # recomputation. But a slice's backward pass needs the counts from all slices, so run
-            # the router here for its counts. Do not add to the token counts for the experts' bias,
-            # because the recomputation will add to them.
+            # The layer will be recomputed, and Megatron computes these losses only in
+            # the recomputation. But a slice's backward pass needs the counts from all
+            # slices, so run the router here for its counts. Do not add to the token
+            # counts for the experts' bias, because the recomputation will do that.
             self._counts_only = True
-            # Megatron computes no losses without gradients.
+            # Megatron computes losses only if gradients are enabled.
             with _without_counts(router), torch.enable_grad():
                 call(logits, *args, **kwargs)
             self._counts_only, self._num_losses = False, 0
@@ -554,8 +556,8 @@ class RunningSlice:
     ) -> torch.Tensor:
         """Return a slice's share of its micro-batch's balancing loss, a scalar.
 
-        This replaces Megatron's `switch_load_balancing_loss_func`. The `fused` kernel of that
-        function computes the same loss.
+        Replaces Megatron's `switch_load_balancing_loss_func`, whose `fused` kernel computes the
+        same loss.
         """
         if self.is_empty:
             return probs.new_zeros(())
@@ -595,10 +597,10 @@ class RunningSlice:
 
 
 class KeptState:
-    """State that layers keep for sliced micro-batches, from first forward to last backward pass."""
+    """State that layers keep for sliced micro-batches until their last backward pass."""
 
     def __init__(self) -> None:
-        # This is a plain attribute, because autograd may run a backward pass, including
+        # A plain attribute, because autograd may run a backward pass, including
         # recomputation, in another thread.
         self.running: RunningSlice | None = None
         self.microbatches: defaultdict[tuple[int, int], _Microbatch] = defaultdict(
@@ -650,7 +652,8 @@ def _without_counts(router: Any) -> Iterator[None]:
     bias_counts.copy_(before)
 
 
-# Megatron passes the name of a mask to Transformer Engine, but its `AttnMaskType` has no such kind.
+# Megatron passes a mask type's name to Transformer Engine, but its `AttnMaskType` lacks
+# this type.
 _PACKED_BOTTOM_RIGHT: Any = SimpleNamespace(name="padding_causal_bottom_right")
 
 
@@ -663,14 +666,14 @@ def with_earlier_slices(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Join keys and values with those of the running micro-batch's earlier slices.
 
-    A custom model with causal attention that declares `runs_in_slices = True` calls this once in
-    each forward pass of a layer, with the keys and values of its tokens, `[s, ...]` each. Outside
-    of slices, it returns its arguments. All slices read the same memory, so do not change the
-    results in place.
+    A custom model with causal attention that declares `runs_in_slices = True` must call this once
+    in every forward pass of a layer, with the keys and values of its tokens, `[s, ...]` each.
+    Outside slices, the arguments are returned unchanged. All slices read the same memory, so do not
+    modify the results in place.
 
     Returns:
-        The keys and values of all tokens of the micro-batch up to the last token of `key`, and the
-        position of the first token of `key`.
+        The keys and values of the micro-batch's tokens up to the last token in `key`, and the
+        position of the first token in `key`.
     """
     active.required()
     running = running_slice()
@@ -690,19 +693,19 @@ _LOOKS_AHEAD = ("tokens", "position_ids", "labels", "loss_mask")
 
 
 class SlicedData(MicrobatchData):
-    """The items in a chunk's data, which are read once and cut into slices.
+    """A chunk's data items, each of which is read once and cut into slices.
 
-    `view` and `take` expect the number of a slice instead of a micro-batch.
+    `view` and `take` expect a slice number instead of a micro-batch number.
 
     Args:
         data: The whole items.
         bounds: [micro-batch] -> the first token of each slice, followed by the number of tokens.
-        num_slices: Slice `s` of micro-batch `m` has the number `m * num_slices + s`.
+        num_slices: Slice `s` of micro-batch `m` has number `m * num_slices + s`.
         num_padding: Number of padding tokens in an empty slice.
         packed_bounds: [micro-batch] -> the bounds of its packed sequences, if the step has read
             them ahead.
         required: Names of the fields that an item must have if it is cut.
-        declared: Names of fields along the sequence, in addition to those of Megatron.
+        declared: Names of fields along the sequence, in addition to Megatron's.
     """
 
     def __init__(
@@ -721,18 +724,18 @@ class SlicedData(MicrobatchData):
         self._bounds = bounds
         self._num_slices = num_slices
         self._num_padding = num_padding
-        # Slice number -> its fields. The fields are kept for later slices, because an iterator
-        # yields each item only once.
+        # Slice number -> its fields. Fields are kept for later slices, because an
+        # iterator yields each item only once.
         self._parts: dict[int, dict[str, Any]] = {}
         # Micro-batch -> bounds of its packed sequences.
         self._documents: dict[int, tuple[int, ...]] = dict(enumerate(packed_bounds))
 
     def view(self, number: int) -> Iterator[Any] | None:
-        """Return an iterator that yields one slice, or None without data."""
+        """Return an iterator that yields one slice, or None if there is no data."""
         if self.iterator is not None and not hasattr(self.iterator, "__next__"):
             raise ScheduleError(
-                f"slices are cut from the items of an iterator, but the data comes from a "
-                f"{type(self.iterator).__name__}; pass iter(data), or leave the slices out"
+                f"slices are cut from an iterator's items, but the data is a "
+                f"{type(self.iterator).__name__}; pass iter(data), or disable slices"
             )
         return super().view(number)
 
@@ -743,7 +746,7 @@ class SlicedData(MicrobatchData):
         return self._parts.pop(number)
 
     def whole(self, microbatch: int) -> Mapping[str, Any] | None:
-        """Read a micro-batch, cut it into slices, and return it whole; None without data."""
+        """Read a micro-batch, cut it into slices and return it whole; None without data."""
         if self.iterator is None:
             return None
         item: Mapping[str, Any] = super().take(microbatch)
@@ -752,9 +755,9 @@ class SlicedData(MicrobatchData):
         for name in self._required:
             if len(bounds) > 2 and item.get(name) is None:
                 raise ScheduleError(
-                    f"the data has no {name}, and the forward step cannot compute them at the ends "
-                    f"of a slice from its tokens alone; add {name} to the items of the data "
-                    "iterator, or leave the slices out"
+                    f"the data has no {name}, and the forward step cannot compute all of them "
+                    f"from a slice's tokens alone; add {name} to the data iterator's items, or "
+                    "disable slices"
                 )
         self._parts |= dict(enumerate(slices, microbatch * self._num_slices))
         if microbatch not in self._documents:
@@ -780,18 +783,18 @@ def _cut(
     num_padding: int = 1,
     along_sequence: Sequence[str] = _ALONG_SEQUENCE,
 ) -> list[dict[str, Any]]:
-    """Cut a micro-batch into slices. Empty slices have `num_padding` tokens, which are all 0.
+    """Cut a micro-batch into slices. Empty slices get `num_padding` tokens, all 0.
 
-    A micro-batch has, by name:
+    A micro-batch contains, by name:
     - tensors along the sequence, `[b, s]`, with the names in `along_sequence`;
     - the attention mask, `[b, 1, s, s]`, True where a token must not attend;
-    - fields that each slice gets whole: bounds of packed sequences, `[1, sequences + 1]`, and
-      values per sample, `[b]`.
+    - fields that every slice gets whole: bounds of packed sequences, `[1, sequences + 1]`, and
+      per-sample values, `[b]`.
     """
     if not isinstance(item, Mapping):
         raise ScheduleError(
             f"slices are cut from a dict with tokens, labels, loss_mask and position_ids, but the "
-            f"data iterator yields a {type(item).__name__}; leave the slices out"
+            f"data iterator yields a {type(item).__name__}; disable slices"
         )
     num_tokens = bounds[-1]
     slices: list[dict[str, Any]] = []
@@ -810,8 +813,8 @@ def _cut(
                 num_tokens,
                 num_tokens,
             ):
-                # Rows are the tokens of the slice, and columns are all tokens up to the end of the
-                # slice.
+                # Rows are the slice's tokens; columns are all tokens up to the slice's
+                # end.
                 fields[name] = tensor[:, :, begin:end, :end].contiguous()
                 if begin == end:
                     mask = tensor.new_ones(
@@ -820,27 +823,27 @@ def _cut(
                     fields[name] = mask.triu(1)
             else:
                 shape = list(getattr(tensor, "shape", ()))
-                remedy = "leave it out of the data"
+                remedy = "remove it from the data"
                 if shape[1:] == [num_tokens]:
-                    # Its name does not say whether a slice needs this part of it alone.
+                    # The name does not show whether each slice needs only its own part.
                     remedy = (
-                        "if it has one value for each token, set "
+                        "if it has one value per token, set "
                         f"forward_step.fields_along_sequence = ({name!r},)"
                     )
                 raise ScheduleError(
-                    f"{name} {shape} of a micro-batch cannot be cut into slices of {num_tokens} "
-                    f"tokens; {remedy}, or leave the slices out"
+                    f"{name} {shape} of a micro-batch with {num_tokens} tokens cannot be cut into "
+                    f"slices; {remedy}, or disable slices"
                 )
         slices.append(fields)
     return slices
 
 
 def _is_whole_in_slices(name: str, tensor: Any) -> bool:
-    """Return whether each slice gets a micro-batch field unchanged."""
+    """Return whether every slice gets this field of a micro-batch unchanged."""
     num_dims = getattr(tensor, "ndim", 0)
     if num_dims == 2 and name.startswith(_OF_PACKED):
         return len(tensor) == 1
-    # Values per sample, such as the index of its data set, have no token dimension.
+    # Per-sample values, such as a data set index, have no token dimension.
     return num_dims < 2
 
 
@@ -849,7 +852,7 @@ class SlicedCompute(StageCompute):
     """Runs the actions in a table with slices.
 
     `StageCompute` treats each slice as a micro-batch, numbered across the step. A micro-batch with
-    a single slice runs like a micro-batch without slices.
+    a single slice runs as if it were not sliced.
     """
 
     layer_state: KeptState = field(default_factory=KeptState, kw_only=True)
@@ -860,7 +863,7 @@ class SlicedCompute(StageCompute):
     """Number of the slice whose forward pass is running."""
 
     def __post_init__(self) -> None:
-        """Cut the step's data into slices, and postpone the division of losses."""
+        """Cut the step's data into slices and postpone dividing the losses."""
         call, schedule = self.call, self.table.schedule
         self._num_slices = schedule.num_slices
         self._bounds = call.slice_bounds
@@ -893,7 +896,7 @@ class SlicedCompute(StageCompute):
         """Run one action; see `StageCompute.run`.
 
         Raises:
-            ScheduleError: The model, its data or its loss function do not support slices.
+            ScheduleError: The model, its data or its loss function does not support slices.
         """
         stage, kind, microbatch, slice_index = action
         number = self._numbered(action)
@@ -921,12 +924,12 @@ class SlicedCompute(StageCompute):
         return outputs
 
     def _is_whole(self, microbatch: int) -> bool:
-        """Return whether a micro-batch runs in one slice that has tokens."""
+        """Return whether a micro-batch runs as a single slice that has tokens."""
         bounds = self._bounds[microbatch]
         return len(bounds) == 2 and bounds[-1] > 0
 
     def _layers_in_slice(self, action: Action) -> AbstractContextManager[None]:
-        """Return the context in which layers compute the slice of an action."""
+        """Return the context in which layers compute an action's slice."""
         stage, kind, microbatch, slice_index = action
         if self._is_whole(microbatch):
             return nullcontext()
@@ -949,7 +952,7 @@ class SlicedCompute(StageCompute):
             self._look_ahead(stage, microbatch, inputs)
 
     def _check_effect(self, stage: int, microbatch: int) -> None:
-        """Check that all layers in a stage have kept keys and values, i.e. that the patch works."""
+        """Check that all layers in a stage kept keys and values, i.e. that the patch works."""
         model = self._stage(stage).model
         if declares_slices(model):
             return
@@ -958,7 +961,7 @@ class SlicedCompute(StageCompute):
         if num_kept != num_layers:
             raise ScheduleError(
                 f"only {num_kept} of {num_layers} layers in stage {stage} kept keys and values "
-                "for later slices (patch slices.attention); leave the slices out"
+                "for later slices (patch slices.attention); disable slices"
             )
 
     def saved_tensors(self, action: Action) -> tuple[Tensors, Tensors] | None:
@@ -966,7 +969,7 @@ class SlicedCompute(StageCompute):
         return super().saved_tensors(action._replace(microbatch=self._numbered(action)))
 
     def end_step(self) -> None:
-        """Convert the keys of reports from slices to micro-batches."""
+        """Convert the reports' keys from slice numbers to micro-batches."""
         self.reports = {
             number // self._num_slices: report
             for number, report in self.reports.items()
@@ -992,9 +995,9 @@ class SlicedCompute(StageCompute):
         return microbatch, begin, end
 
     def _forward_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """Run the user's forward step, without dividing its loss by the slice's tokens.
+        """Run the user's forward step without dividing its loss by the slice's token count.
 
-        `_complete_loss` divides the loss by the micro-batch's tokens.
+        `_complete_loss` divides the loss by the micro-batch's token count.
         """
         number = self._number
         microbatch, begin, end = self._place_of(number)
@@ -1028,7 +1031,7 @@ class SlicedCompute(StageCompute):
     def _look_ahead(self, stage: int, microbatch: int, inputs: Tensors) -> None:
         """Keep the whole tensors that multi-token prediction reads.
 
-        The tensor-parallel rank with data sends them to the other ranks.
+        The tensor-parallel rank that has the data sends them to the other ranks.
         """
         place = self._stage(stage)
         if not (
@@ -1057,16 +1060,17 @@ class SlicedCompute(StageCompute):
             ahead[name] = [(tensor, tensor.sum())]
 
     def _complete_loss(self, stage: int, microbatch: int) -> None:
-        """Divide a micro-batch's losses by its tokens, and add up its slices' reports.
+        """Divide a micro-batch's losses by its token count and add up its slices' reports.
 
-        No backward pass of the micro-batch has run yet, because the first one waits for the last
+        The micro-batch's backward passes have not started, because the first one waits for the last
         slice's forward pass.
         """
         first = microbatch * self._num_slices
         numbers = range(first, first + len(self._bounds[microbatch]) - 1)
         counts = [self._num_tokens_of.pop(number) for number in numbers]
-        # With a per-token loss, Megatron itself divides gradients by the number of tokens in the
-        # step. It has also divided the loss of a micro-batch with a single slice.
+        # With a per-token loss, Megatron itself divides gradients by the step's token
+        # count. For a micro-batch with a single slice, Megatron has already divided the
+        # loss.
         if not (
             self.call.config.calculate_per_token_loss or self._is_whole(microbatch)
         ):
@@ -1074,7 +1078,7 @@ class SlicedCompute(StageCompute):
             for number in numbers:
                 outputs = self._live[stage, number][1]
                 assert outputs[0] is not None
-                outputs[0] /= num_tokens  # in place, as Megatron divides it
+                outputs[0] /= num_tokens  # in place, as in Megatron
         reports = [self.reports.pop(number) for number in numbers]
         self.reports[first] = {name: _sum(name, reports) for name in reports[0]}
 
@@ -1083,7 +1087,7 @@ class SlicedCompute(StageCompute):
 def _sequence_length(num_tokens: int) -> Iterator[None]:
     """Make Megatron's scripts read batches of this length instead of whole sequences.
 
-    On tensor-parallel ranks, the scripts allocate buffers whose length is given by the arguments.
+    On tensor-parallel ranks, the scripts take the length of their buffers from the arguments.
     """
     arguments = megatron_arguments()
     if arguments is None:
@@ -1097,12 +1101,12 @@ def _sequence_length(num_tokens: int) -> Iterator[None]:
 
 
 def _sum(name: str, reports: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """Return a figure over all slices, `[2]`: the sum over tokens, and the number of tokens."""
+    """Return a reported value for all slices, `[2]`: its sum over tokens, and the token count."""
     values = [torch.as_tensor(report[name]) for report in reports]
     if any(value.numel() != 2 for value in values):
         raise ScheduleError(
-            f"the loss function reports {name} of a slice as one number, from which the value of "
-            "the micro-batch cannot be computed; report a tensor of the sum of losses and the "
-            "number of tokens"
+            f"the loss function reports a slice's {name} as a single number, from which the "
+            "micro-batch's value cannot be computed; report a tensor with the sum of losses and "
+            "the number of tokens"
         )
     return torch.stack(values).sum(dim=0)

@@ -19,7 +19,7 @@ _MOE = "megatron.core.transformer.moe"
 
 
 def running_slice() -> Any:
-    """Return the running slice, or None outside of slices."""
+    """Return the running slice, or None if no slice is running."""
     configuration = active.active()
     if configuration is None:
         return None
@@ -35,15 +35,15 @@ PATCHES = PatchTable(feature="schedules", of=running_slice)
 @PATCHES.row(
     "slices.attention",
     "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-    order=-10,  # outside of the patch for packed sequences, which must see the slice's bounds
+    order=-10,  # outside the patch for packed sequences, which must see the slice's bounds
 )
 @PATCHES.row(
     "slices.te_attention",
     "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
-    required=False,  # Transformer Engine may be missing; the first step checks the effect
+    required=False,  # may not be installed; the first step checks the effect
 )
 def _attend(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron attends only to the tokens that it gets, but the tokens of a slice must also attend
+    """Megatron attends only to the tokens that it receives, but a slice's tokens must also attend
     to earlier slices.
     """
     return running.attend(call, instance, *args, **kwargs)
@@ -53,7 +53,7 @@ def _attend(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs)
 def _begin_forward(
     running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron mistakes the packed sequences of a whole micro-batch for those of the slice."""
+    """Megatron mistakes a whole micro-batch's packed sequences for the slice's."""
     arguments = by_name(call, args, kwargs)
     running.begin_forward(arguments)
     return call(**arguments)
@@ -70,7 +70,7 @@ def _begin_forward(
 def _positions(
     running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron counts positions from the first token that it gets."""
+    """Megatron counts positions from the first token that it receives."""
     return running.positions(call, by_name(call, args, kwargs))
 
 
@@ -81,15 +81,15 @@ def _positions(
 def _cached_positions(
     _slice: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron caches the positions of the first tokens for fused kernels, but a slice has other
+    """Megatron caches the first tokens' positions for fused kernels, but a slice has different
     positions.
     """
     # Drop the cached positions, which may belong to another slice or to a whole sequence.
     instance.max_seq_len_cached = 0
     call(*args, **kwargs)
     instance.max_seq_len_cached = 0
-    # Return all positions: Megatron returns only as many as the longest packed sequence has, but a
-    # slice may have more tokens.
+    # Return all positions: Megatron returns only as many as the longest packed sequence
+    # needs, but a slice may have more tokens.
     return instance.cos_cached, instance.sin_cached
 
 
@@ -100,7 +100,7 @@ def _look_ahead(
     running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
     """Megatron shifts tokens and positions in the same way, so a shifted tensor does not show which
-    of both it is.
+    of the two it is.
     """
     arguments = by_name(call, args, kwargs)
     running.look_ahead(arguments["input_ids"], arguments["position_ids"])
@@ -115,7 +115,7 @@ def _look_ahead(
 def _keep_bounds(
     _running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> dict[str, Any]:
-    """Megatron treats a bound at the end of a slice as the last one, and drops all later bounds."""
+    """Megatron treats a bound at the end of a slice as the last one and drops all later bounds."""
     batch = by_name(call, args, kwargs)["batch"]
     bounds = {
         name: batch[name]
@@ -133,23 +133,23 @@ def _keep_bounds(
 def _count_once(
     running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> None:
-    """Megatron's script would count the operations of the whole micro-batch once for each slice."""
+    """Megatron's script would count the whole micro-batch's operations once per slice."""
     if running.number == 0:
         call(*args, **kwargs)
 
 
 @PATCHES.row("slices.predicted_tokens", f"{_MTP}:roll_tensor")
 def _roll(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron stops shifting at the end of a slice, but the last token of a slice predicts tokens
-    of the next slice.
+    """Megatron stops shifting at the end of a slice, but a slice's last token predicts tokens of
+    the next slice.
     """
     return running.roll(call, *args, **kwargs)
 
 
 @PATCHES.row("slices.route", f"{_MOE}.router:TopKRouter.routing")
 def _route(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Megatron computes balancing losses only in a recomputation, but the backward passes of slices
-    need the counts of all slices.
+    """Megatron computes balancing losses only in a recomputation, but a slice's backward pass needs
+    the counts from all slices.
     """
     return running.route(call, instance, *args, **kwargs)
 
@@ -166,5 +166,5 @@ def _balance(
 def _z_loss(
     running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
 ) -> Any:
-    """Megatron averages over the tokens that it gets, which belong to one slice only."""
+    """Megatron averages over the tokens that it receives, which are only one slice's."""
     return running.z_loss(call(*args, **kwargs))

@@ -1,11 +1,11 @@
 """Tables whose micro-batches run through the pipeline in slices of their sequence.
 
-A pipeline fills with slices as it does with micro-batches. But with k slices per micro-batch, this
-takes 1/k of the time, and each activation that is kept has 1/k of the size. So a table with k times
-as many micro-batches is almost a table with slices. Only the order of backward passes differs: a
-micro-batch's slices run their backward passes in reverse order, and start only after its last
-forward pass, k - 1 forward passes later. To compensate, all forward passes move ahead by k - 1
-places.
+A pipeline fills with slices the same way it fills with micro-batches, but with k slices per
+micro-batch, filling takes 1/k of the time, and each stored activation has 1/k of the size. A table
+with k times as many micro-batches is therefore almost a table with slices. Only the order of
+backward passes differs: a micro-batch's slices run their backward passes in reverse order, and the
+first of these has to wait for k - 1 more forward passes. To compensate, all forward passes move
+ahead by k - 1 places.
 
     1f1b, last rank, m 4            1f1b, last rank, m 2 in 2 slices
     F0 B0 F1 B1 F2 B2 F3 B3         F0 F0.1 B0.1 F1 B0 F1.1 B1.1 B1
@@ -37,36 +37,36 @@ if TYPE_CHECKING:
 
 
 class SliceChange(TableChange):
-    """Implements the option `slices` of `generate`: the number of slices of each micro-batch."""
+    """Implements the `slices` option of `generate`: the number of slices per micro-batch."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._num_slices = int(options.get("slices", 1))
         self._has_pairs = bool(options.get("pairs", False))
 
     def of_file(self, schedule: Schedule, costs: Costs) -> Schedule:
-        """Return the table in a file, with slices of equal cost. The file determines their number.
+        """Return a file's table with slices of equal cost. The file determines how many there are.
 
         Raises:
             ScheduleError: The file has a different number of slices.
         """
-        # 1 is the default, which means that the caller has not requested a number.
+        # 1 is the default and means that the caller has not requested a number.
         if self._num_slices not in (1, schedule.num_slices):
             raise ScheduleError(
-                f"{schedule.name}: the file fixes the number of slices, which is "
-                f"{schedule.num_slices}, not {self._num_slices}; leave it out"
+                f"{schedule.name}: the file fixes the number of slices at "
+                f"{schedule.num_slices}, got {self._num_slices}; do not set it"
             )
         shares = shares_of_equal_cost(schedule.num_slices, costs.attention)
         return replace(schedule, slices=shares)
 
     def check(self, name: str) -> None:
-        """Reject an impossible number of slices, before it multiplies the size of the table.
+        """Reject an invalid number of slices before it multiplies the size of the table.
 
         Raises:
             ScheduleError: Pairs are requested as well, or there are too many slices.
         """
         if self._has_pairs and self._num_slices > 1:
             raise ScheduleError(
-                f"{name}: slices cannot run as pairs; leave slices or pairs out"
+                f"{name}: slices cannot run as pairs; disable slices or pairs"
             )
         shares_of_equal_cost(self._num_slices)
 
@@ -84,7 +84,7 @@ class SliceChange(TableChange):
 
 
 class LengthChange(TableChange):
-    """Implements the option `slice_sizes` of `generate`: the slices of each micro-batch."""
+    """Implements the `slice_sizes` option of `generate`: the sizes of each micro-batch's slices."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._slice_sizes: SliceSizes = options.get("slice_sizes", ())
@@ -108,8 +108,8 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     """Return a table whose micro-batches run in slices of equal cost.
 
     `schedule` is a table with as many micro-batches as there are slices in a step. The result is
-    the candidate with the shortest step for `costs` without jitter. Among equal candidates, the one
-    with the lowest memory wins.
+    the candidate with the shortest step under `costs` without jitter. Ties go to the candidate that
+    uses the least memory.
 
     Raises:
         ScheduleError: Forward and backward passes are on different ranks, or no order was found.
@@ -122,14 +122,15 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
         slices=shares_of_equal_cost(num_slices),
         options={**schedule.options, "slices": num_slices},
     )
-    # In tables without chunks, and in interleaved tables, this costs only k - 1 slices of memory.
+    # For tables without chunks and for interleaved tables, this costs k - 1 slices of
+    # memory.
     moved_table = _moved_ahead(table)
     candidates: list[Sequence[Row]] = []
     if not stuck(moved_table):
         candidates.append(moved_table.rows)
-    # In folded tables, chunks need different leads. So if the step takes longer (beyond rounding)
-    # than 1/k of a step with as many whole micro-batches as there are slices, also search for
-    # another order under the same memory cap.
+    # In folded tables, chunks need different leads. If the step takes longer (beyond
+    # rounding) than 1/k of a step with one whole micro-batch per slice, also search for
+    # another order with the same memory cap.
     even_costs = replace(costs, attention=0.0)
     whole_costs = replace(even_costs, latency=num_slices * costs.latency)
     least_makespan = simulate(schedule, whole_costs).makespan / num_slices
@@ -154,7 +155,7 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
 def sliced_by_length(
     schedule: Schedule, slice_sizes: SliceSizes, costs: Costs = UNIT
 ) -> Schedule:
-    """Return a table whose micro-batches differ in their number of slices.
+    """Return a table whose micro-batches have different numbers of slices.
 
     `schedule` is a table with as many micro-batches as there are slices in the step. All slices
     should have about the same cost.
@@ -165,8 +166,8 @@ def sliced_by_length(
     table = replace(
         schedule, num_microbatches=len(slice_sizes), rows=(), slice_sizes=slice_sizes
     )
-    # Every step has a different table, so this must be fast. Search only for folded tables, whose
-    # chunks need different leads, and only for one order.
+    # Every step has a different table, so this must be fast. Run a search only for
+    # folded tables, whose chunks need different leads, and try only one variant.
     if schedule.placement.name not in ("v", "w"):
         rows = _rows_of_slices(schedule, list(map(len, slice_sizes)))
         moved_table = _moved_ahead(replace(table, rows=rows))
@@ -174,11 +175,11 @@ def sliced_by_length(
             return moved_table
     problem = _problem(schedule, table, costs)
     largest = max(map(max, slice_sizes))
-    # The search starts a slice while memory is below the cap, so a slice may exceed the cap by the
-    # amount by which it is larger than the mean slice. The third cap has room for the same number
-    # of largest slices, which is enough if all slices take the same time. If later slices are
-    # slower, because of attention, the search may get stuck, so give it more room, one slice at a
-    # time.
+    # The search starts a slice whenever memory is below the cap, so a slice that is
+    # larger than the mean may exceed the cap by the difference. The third cap has room
+    # for the same number of slices of the largest size, which is enough if all slices
+    # take equally long. If later slices are slower because of attention, the search may
+    # get stuck, so give it more room, one slice at a time.
     excess = largest - 1 / table.num_slices
     enough = problem.cap * table.num_slices * largest
     caps = [problem.cap - excess, problem.cap]
@@ -191,7 +192,7 @@ def sliced_by_length(
 
 
 def _moved_ahead(table: Schedule) -> Schedule:
-    """Return a table with slices, with forward passes moved far enough ahead of backward passes."""
+    """Return a sliced table with forward passes moved far enough ahead of backward passes."""
     lead = max(map(_lead, table.rows))
     moved_table = replace(table, rows=tuple(ahead(row, lead) for row in table.rows))
     check_actions(moved_table)
@@ -199,9 +200,9 @@ def _moved_ahead(table: Schedule) -> Schedule:
 
 
 def _problem(schedule: Schedule, table: Schedule, costs: Costs) -> Problem:
-    """Return the problem for a search that may use as much memory as the moved table.
+    """Return a search problem whose memory cap is the peak memory of the moved table.
 
-    `schedule` has one micro-batch for each slice in `table`.
+    `schedule` has one micro-batch per slice in `table`.
     """
     num_slices = table.num_slices
     chunks = max(map(len, schedule.placement.stages_of))
@@ -223,7 +224,7 @@ def _problem(schedule: Schedule, table: Schedule, costs: Costs) -> Problem:
 def _rows_of_slices(schedule: Schedule, nums_slices: Sequence[int]) -> tuple[Row, ...]:
     """Return a table's rows, with each micro-batch replaced by a slice.
 
-    `nums_slices` gives the number of slices of each micro-batch in the result.
+    `nums_slices` gives the number of slices per micro-batch in the result.
     """
     # [micro-batch of `schedule`] -> (micro-batch, slice) that replaces it.
     forwards: list[tuple[int, int]] = []
@@ -246,7 +247,7 @@ def _rows_of_slices(schedule: Schedule, nums_slices: Sequence[int]) -> tuple[Row
 
 
 def _lead(row: Row) -> int:
-    """Return the number of places by which a row's forward passes have to move ahead."""
+    """Return how many places a row's forward passes have to move ahead."""
     # (stage, micro-batch) -> number of forward passes in the row up to that of its last slice.
     forwards_needed: dict[tuple[int, int], int] = {}
     num_forwards = 0

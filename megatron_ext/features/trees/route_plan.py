@@ -1,9 +1,9 @@
-"""Messages on routes, which send tensors past the stages between publisher and takers.
+"""Messages on routes, which send tensors past the stages between the publisher and the takers.
 
 A route has a name, one stage that publishes a tensor, and stages that take it. In the forward pass,
-the publisher sends the tensor once to each rank with takers. In the backward pass, the gradient
-goes from the last taker to the previous taker, which adds its own gradient, and so on to the
-publisher.
+the publisher sends the tensor once to every rank that has takers. In the backward pass, the
+gradient goes from the last taker to the one before it, which adds its own gradient, and so on back
+to the publisher.
 
 A table that completes without routes also completes with routes, because no route leads to an
 earlier stage (`Bypass`).
@@ -36,11 +36,11 @@ class Route(NamedTuple):
 
     @property
     def links(self) -> Iterator[tuple[int, int]]:
-        """Yield (sender, receiver) of each gradient: from taker to taker, down to the publisher."""
-        # Gradients are added in descending order of stages, as in the backward pass of a model
-        # without a pipeline, so the sum has the same bits under every placement. A sum per rank
-        # would save messages if a rank has several takers, but its bits would depend on the
-        # placement.
+        """Yield each gradient's (sender, receiver): from taker to taker, back to the publisher."""
+        # Gradients are added in descending order of stages, as in a backward pass
+        # without a pipeline, so the sum has the same bits under every placement.
+        # Summing per rank would save messages when a rank has several takers, but the
+        # bits would then depend on the placement.
         return pairwise((*reversed(self.takers), self.source))
 
 
@@ -52,8 +52,8 @@ def connect(
     `publishes` and `takes` give the route names by stage.
 
     Raises:
-        ScheduleError: A name has several publishers, no publisher or no taker, or a stage before
-            the publisher takes it.
+        ScheduleError: A name has several publishers, no publisher or no taker, or is taken by a
+            stage before the publisher.
     """
     # name -> stage that publishes it
     sources: dict[str, int] = {}
@@ -82,7 +82,7 @@ def connect(
     for name, source in sources.items():
         if not takers[name]:
             raise ScheduleError(
-                f"stage {source} publishes the route {name!r}, which no stage takes; leave it out"
+                f"stage {source} publishes the route {name!r}, which no stage takes; remove it"
             )
     return tuple(
         Route(name, sources[name], tuple(takers[name])) for name in sorted(sources)
@@ -91,17 +91,17 @@ def connect(
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """The messages on all routes under one placement, and the lifetime of their tensors."""
+    """The messages on all routes under one placement, and the lifetimes of their tensors."""
 
     bypasses: tuple[Bypass, ...]
-    """The messages, each with the sorted names of its routes. The taker of a message is the stage
-    on the receiving rank that runs first among the stages that need one of the routes."""
+    """The messages, each with the sorted names of its routes. A message's taker is the stage on the
+    receiving rank that runs first among those that need one of the routes."""
     dropped: Mapping[tuple[str, int], Sequence[str]]
     """(F or B, stage) -> routes that the rank drops after this B, or in evaluation after this F."""
 
     @cached_property
     def sent(self) -> Mapping[tuple[str, int], Sequence[Bypass]]:
-        """(message kind, sending stage) -> messages, in the order in which they are sent."""
+        """(message kind, sending stage) -> messages, in sending order."""
         sent = defaultdict[tuple[str, int], list[Bypass]](list)
         for bypass in self.bypasses:
             sent[bypass.kind, bypass.stage].append(bypass)
@@ -109,7 +109,7 @@ class RoutePlan:
 
     @cached_property
     def received(self) -> Mapping[tuple[str, int], Sequence[Bypass]]:
-        """(message kind, receiving stage) -> messages, in the order in which they are read."""
+        """(message kind, receiving stage) -> messages, in reading order."""
         received = defaultdict[tuple[str, int], list[Bypass]](list)
         for bypass in self.bypasses:
             received[bypass.kind, bypass.taker].append(bypass)
@@ -122,11 +122,11 @@ class _Place(NamedTuple):
     rank: int
     """Pipeline rank."""
     is_crossed: bool
-    """Whether this stage runs the micro-batches of the twin."""
+    """Whether this stage runs the twin's micro-batches."""
 
 
 class _Bundle(NamedTuple):
-    """The routes that one stage sends to one place, as one message."""
+    """The routes that one stage sends to one place as a single message."""
 
     kind: Literal["P", "G"]
     stage: int
@@ -134,10 +134,10 @@ class _Bundle(NamedTuple):
     place: _Place
 
 
-# Cached, because every step asks for the same plan.
+# Cached, because every step needs the same plan.
 @cache
 def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
-    """Derive the messages on routes under a placement. Takers in the same place need no message."""
+    """Derive the messages on routes under a placement. Takers in the same place need none."""
     places = [
         _Place(rank, placement.is_crossed(stage))
         for stage, rank in enumerate(placement.rank_of)
@@ -159,7 +159,7 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
 def _bundles(
     routes: Sequence[Route], places: Sequence[_Place]
 ) -> dict[_Bundle, dict[str, list[int]]]:
-    """Return the messages on routes, as message -> route name -> stages that receive it."""
+    """Return the messages on routes: message -> route name -> stages that receive it."""
     bundles: dict[_Bundle, dict[str, list[int]]] = defaultdict(dict)
     for route in routes:
         source = route.source
@@ -180,16 +180,16 @@ def _dropped(
     """Return the routes that a rank drops after each action (`RoutePlan.dropped`)."""
     dropped = defaultdict[tuple[str, int], list[str]](list)
     for route in routes:
-        # place -> stages for which the place keeps the tensor of the route
+        # place -> stages for which the place keeps the route's tensor
         users: dict[_Place, list[int]] = defaultdict(list)
         for stage in (route.source, *route.takers):
             users[places[stage]].append(stage)
         for stages in users.values():
-            # A place with only the publisher sends the tensor and keeps nothing.
+            # A place that has only the publisher sends the tensor and keeps nothing.
             if stages != [route.source]:
-                # In evaluation, the use ends with the highest stage, which is the last to run
-                # forward. In training, it ends with the lowest stage, which is the last to run
-                # backward.
+                # In evaluation, the last user is the highest stage, which runs forward
+                # last. In training, the last user is the lowest stage, which runs
+                # backward last.
                 dropped["F", max(stages)].append(route.name)
                 dropped["B", min(stages)].append(route.name)
     return dropped

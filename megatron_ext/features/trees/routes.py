@@ -12,9 +12,10 @@
         def forward(self, x):
             return x + self.project(routes.take("features"))
 
-Without a megatron_ext schedule, or with a single stage, `publish` and `take` pass the tensor on
-within the forward pass. Under a schedule, the tensor is sent once to each rank with takers, and its
-gradient is sent back. The bits of the results do not depend on where the model is cut into stages.
+Without a megatron_ext schedule, or with a single stage, `publish` and `take` hand the tensor over
+within the forward pass. Under a schedule, the tensor is sent once to every rank that has takers,
+and its gradient is sent back. The results are bitwise identical wherever the model is cut into
+stages.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ def declare(
 ) -> None:
     """Declare a module's routes, and whether its stage outputs a tree instead of one tensor.
 
-    Call this in the constructor of the module, because schedules are built before the first forward
+    Call this in the module's constructor, because schedules are built before the first forward
     pass.
 
     Args:
-        module: A layer, or the whole model. Earlier declarations of the module are replaced.
+        module: A layer or the whole model. Replaces any earlier declaration of the module.
         publishes: Routes that the module publishes in every forward pass.
         takes: Routes that the module takes in every forward pass.
         boundary: Set this if the stage outputs a tree of tensors. "fixed": structure, shapes and
-            dtypes are the same for all micro-batches. "varies": they may change.
+            dtypes are the same in all micro-batches. "varies": they may change.
 
     Raises:
         ScheduleError: A name is not a string or appears twice, or the boundary is unknown.
     """
-    # A string is an iterable of its characters, so reject it before it is converted.
+    # A string is an iterable of characters, so reject it before it is converted.
     for names in (publishes, takes):
         if isinstance(names, str):
             raise ScheduleError(
@@ -64,7 +65,7 @@ def declare(
             isinstance(name, str) for name in names
         ):
             raise ScheduleError(
-                f"{list(names)} are not names of routes; pass each name once, as a string"
+                f"{list(names)} are not route names; pass each name once, as a string"
             )
     if boundary not in (None, "fixed", "varies"):
         raise ScheduleError(
@@ -74,20 +75,20 @@ def declare(
 
 
 def publish(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Publish a tensor of any shape and dtype, or None, for each later `take` of this micro-batch.
+    """Publish a tensor of any shape and dtype, or None, for every later `take` in this micro-batch.
 
     Continue with the returned tensor, which has the same values. Its backward pass adds the takers'
-    gradient.
+    gradients.
 
     Raises:
-        ScheduleError: The name is already published or not declared, or recomputation publishes a
+        ScheduleError: The name is already published or not declared, or a recomputation publishes a
             different shape or dtype.
     """
     return current_store().publish(name, tensor)
 
 
 def take(name: str) -> torch.Tensor | None:
-    """Return the tensor that this or an earlier stage has published for this micro-batch.
+    """Return the tensor that this or an earlier stage published for this micro-batch.
 
     Raises:
         ScheduleError: The route has not been published yet, or the name is not declared.
@@ -118,7 +119,8 @@ def declared(chunk: torch.nn.Module) -> Declared:
         declaration: Declared | None = getattr(module, _ATTRIBUTE, None)
         if declaration is None:
             continue
-        # A stage may take a route several times; if it publishes one twice, `connect` reports that.
+        # A stage may take a route several times. `connect` rejects publishing one
+        # twice.
         publishes.extend(declaration.publishes)
         takes.update(declaration.takes)
         if boundary != "varies":
@@ -127,14 +129,14 @@ def declared(chunk: torch.nn.Module) -> Declared:
 
 
 Batch = tuple[int, bool]
-"""A micro-batch on a rank: its index, and whether it belongs to the twin."""
+"""A micro-batch on a rank: its index and whether it belongs to the twin."""
 
 
-# Each `take` has one gradient. The backward pass adds these gradients from the last `take` to the
-# first, and then adds the sum to the gradient of the publisher's own uses of the tensor after
-# `publish`. This order does not depend on where the model is cut into stages, so neither do the
-# bits of the sum. With autograd's own order, the bits would depend on the cut, because each stage
-# would first sum the gradients of its own takers.
+# Every `take` has one gradient. The backward pass adds these gradients from the last
+# `take` to the first, then adds the sum to the gradient of the publisher's own uses of
+# the tensor after `publish`. This order does not depend on where the model is cut into
+# stages, so the sum's bits do not either. In autograd's own order, they would, because
+# each stage would first sum the gradients of its own takers.
 class _Sum:
     """The running sum of the takers' gradients for a published tensor."""
 
@@ -155,11 +157,12 @@ class _Sum:
 
 
 class _Publish(torch.autograd.Function):
-    """Identity whose backward pass adds the takers' gradient to the publisher's own gradient."""
+    """Identity whose backward pass adds the takers' gradients to the publisher's own."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, takers: _Sum) -> torch.Tensor:
-        # Keep a missing gradient as None: adding zeros would cost time and turn -0.0 into 0.0.
+        # Leave a missing gradient None: adding zeros would cost time and turn -0.0 into
+        # 0.0.
         ctx.set_materialize_grads(False)
         ctx.takers = takers
         return tensor.detach()
@@ -168,8 +171,9 @@ class _Publish(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, None]:
-        # All takers have run their backward passes: in this stage because of their edges to this
-        # node, and in later stages because those run before this stage's backward pass.
+        # All takers have run their backward passes: those in this stage because of
+        # their edges to this node, those in later stages because they run before this
+        # stage's pass.
         of_takers = ctx.takers.pop()
         ctx.takers.done = True
         if gradient is None:
@@ -182,7 +186,7 @@ class _Publish(torch.autograd.Function):
 class _Take(torch.autograd.Function):
     """Identity whose backward pass adds to the sum of gradients.
 
-    The edge to the publisher carries no gradient. It only determines the order of backward passes.
+    The edge to the publisher carries no gradient and only determines the order of backward passes.
     """
 
     @staticmethod
@@ -198,30 +202,30 @@ class _Take(torch.autograd.Function):
 
 @dataclass
 class Published:
-    """A published tensor of one micro-batch on this rank."""
+    """One micro-batch's published tensor on this rank."""
 
     value: torch.Tensor | None
-    """The detached tensor. It requires grad if the published tensor requires grad, or may require
-    it in a recomputation."""
+    """The detached tensor, which requires grad if the published tensor does, or may do so in a
+    recomputation."""
     look: tuple[tuple[int, ...], torch.dtype] | None
-    """Shape and dtype of the tensor and of its gradient."""
+    """Shape and dtype of the tensor and its gradient."""
     stage: int | None
     """The stage on this rank that published the tensor, or None if it was received."""
     origin: torch.Tensor | None = None
-    """The tensor in the graph of its stage, if it has a graph."""
+    """The tensor in its stage's graph, if it has one."""
     takers: _Sum = field(default_factory=_Sum)
     repeated: bool = False
-    """Whether a recomputation has published the tensor again. The recomputation's backward pass
-    then gets the gradient.
+    """Whether a recomputation has published the tensor again. If so, the gradient goes to the
+    recomputation's backward pass.
     """
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient is sent back. Frozen features, for example, have no gradient."""
+        """Whether a gradient is sent back. Frozen features, for example, have none."""
         return self.value is not None and self.value.requires_grad
 
     def pop_gradient(self) -> torch.Tensor:
-        """Return and reset the sum of the takers' gradients so far, or zeros if there are none."""
+        """Return and reset the sum of the takers' gradients so far; zeros if there are none."""
         assert self.value is not None
         gradient = self.takers.pop()
         if gradient is None:
@@ -230,19 +234,20 @@ class Published:
 
 
 class RouteStore:
-    """The published tensors of this rank.
+    """This rank's published tensors.
 
-    Without `declared`, the store is for use outside of a megatron_ext pipeline. In that case, a
-    published tensor remains valid until the name is published again.
+    If `declared` is None, the store is for use outside a megatron_ext pipeline. A published tensor
+    then remains valid until its name is published again.
     """
 
     def __init__(self, declared: Mapping[int, Declared] | None = None) -> None:
         self._declared = declared
         self._known: dict[tuple[Batch, str], Published] = {}
-        # Name -> the sums of tensors that a later publish has replaced. The references are weak, so
-        # that the sums live only as long as their graphs.
+        # Name -> the sums of tensors that a later publish has replaced. The references
+        # are weak, so the sums live only as long as their graphs.
         self._replaced: dict[str, list[ReferenceType[_Sum]]] = {}
-        # The running action, and the names that its forward pass has published and taken so far.
+        # The running action, and the names its forward pass has published and taken so
+        # far.
         self._stage = 0
         self._batch: Batch = (0, False)
         self._published: set[str] = set()
@@ -250,7 +255,7 @@ class RouteStore:
 
     @contextmanager
     def running(self, stage: int, batch: Batch) -> Iterator[None]:
-        """Return a context for an action, in which `publish` and `take` use this store."""
+        """Return an action's context, in which `publish` and `take` use this store."""
         self._stage, self._batch = stage, batch
         self._published, self._taken = set(), set()
         before, _CURRENT.store = _CURRENT.store, self
@@ -260,7 +265,7 @@ class RouteStore:
             _CURRENT.store = before
 
     def __getitem__(self, key: tuple[Batch, str]) -> Published:
-        """Return the published tensor of a micro-batch and route."""
+        """Return the tensor published for a micro-batch on a route."""
         return self._known[key]
 
     def publish(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -277,8 +282,8 @@ class RouteStore:
         if tensor is None:
             return None
         published.value = tensor.detach()
-        # Under no_grad, the tensor may get a graph later in a recomputation, or never get one. So
-        # assume that it has a gradient.
+        # Under no_grad, the tensor may get a graph in a later recomputation, or never,
+        # so assume that it has a gradient.
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             published.value.requires_grad_(
                 tensor.requires_grad or not torch.is_grad_enabled()
@@ -291,7 +296,7 @@ class RouteStore:
     def _publish_again(
         self, name: str, tensor: torch.Tensor | None, in_forward: Published
     ) -> torch.Tensor | None:
-        """Publish a tensor in a recomputation, after the forward pass has published it."""
+        """Publish a tensor in a recomputation after the forward pass has published it."""
         look = _look(tensor)
         if look != in_forward.look:
             raise ScheduleError(
@@ -300,12 +305,13 @@ class RouteStore:
             )
         if tensor is None or not _has_graph(tensor) or in_forward.origin is not None:
             return tensor
-        # The forward pass ran without a graph, so the gradient must enter through this graph.
+        # The forward pass ran without a graph, so the gradient must enter through this
+        # one.
         in_forward.repeated = True
         return _Publish.apply(tensor, in_forward.takers)  # type: ignore[no-any-return]
 
     def _replace(self, name: str, before: Published) -> None:
-        """Prepare for the tensor of the next micro-batch, outside of a pipeline."""
+        """Prepare for the next micro-batch's tensor outside a pipeline."""
         if self._declared is not None:
             raise ScheduleError(
                 f"{self._where(name)}: published twice in one forward pass; give each tensor a "
@@ -328,15 +334,15 @@ class RouteStore:
         if _recomputes() and self._unfinished(name):
             raise ScheduleError(
                 f"{self._where(name)}: published again by a later forward pass, so the "
-                "recomputation of this one would take the wrong tensor; take it outside of "
+                "recomputation of this one would take the wrong tensor; take it outside "
                 "recomputed layers and pass it in, or train with a megatron_ext schedule"
             )
         self._taken.add(name)
         value = published.value
         if value is None or not value.requires_grad or not torch.is_grad_enabled():
             return value
-        # Recomputations and other stages on this rank have separate graphs, which must not be
-        # connected.
+        # Recomputations and other stages on this rank have separate graphs, which must
+        # stay unconnected.
         is_of_this_graph = published.stage == self._stage and not _recomputes()
         start = published.origin
         if start is None or not is_of_this_graph:
@@ -344,7 +350,7 @@ class RouteStore:
         return _Take.apply(start, published.takers)  # type: ignore[no-any-return]
 
     def _unfinished(self, name: str) -> list[ReferenceType[_Sum]]:
-        """Return the replaced tensors under a name whose backward pass has not run yet."""
+        """Return the replaced tensors of a name whose backward passes have not run yet."""
         unfinished = []
         for reference in self._replaced.get(name, ()):
             takers = reference()
@@ -353,7 +359,7 @@ class RouteStore:
         return unfinished
 
     def receive(self, batch: Batch, tensors: dict[str, torch.Tensor | None]) -> None:
-        """Store tensors, by route, that were received from another rank."""
+        """Store tensors, by route, received from another rank."""
         for name, value in tensors.items():
             self._known[batch, name] = Published(value, _look(value), None)
 
@@ -393,8 +399,8 @@ class RouteStore:
         for name in names:
             published = self._known[batch, name]
             if published.value is not None:
-                # Keep an empty tensor, because its `requires_grad` determines whether a gradient is
-                # sent.
+                # Keep an empty tensor, because its `requires_grad` determines whether a
+                # gradient is sent.
                 requires_grad = published.value.requires_grad
                 published.value = published.value.new_empty(0).requires_grad_(
                     requires_grad
@@ -406,7 +412,7 @@ class RouteStore:
         if published.origin is None and not published.repeated:
             raise ScheduleError(
                 f"{self._where(name)}: a layer that took it has a gradient for it, but it was "
-                f"published without a graph; publish it outside of torch.no_grad(), and outside of "
+                f"published without a graph; publish it outside torch.no_grad() and outside "
                 f"recomputed layers whose output is not used"
             )
         raise ScheduleError(
@@ -419,7 +425,7 @@ class RouteStore:
             return
         raise ScheduleError(
             f"{self._where(name)}: not declared; call routes.declare(self, {how}=[{name!r}]) in "
-            f"the constructor of the layer"
+            f"the layer's constructor"
         )
 
     def _where(self, name: str) -> str:
@@ -435,16 +441,16 @@ class _Current:
     store: RouteStore | None = None
     """The pipeline's store while one of its actions runs."""
     plain: RouteStore = field(default_factory=RouteStore)
-    """The store for use outside of a megatron_ext pipeline."""
+    """The store for use outside a megatron_ext pipeline."""
 
 
-# There is one per process instead of one per configuration, because models also publish and take
+# One per process instead of one per configuration, because models also publish and take
 # tensors without a configuration.
 _CURRENT = _Current()
 
 
 def current_store() -> RouteStore:
-    """Return the running action's store, or the plain store outside actions."""
+    """Return the running action's store, or the plain store if no action is running."""
     if _CURRENT.store is None:
         return _CURRENT.plain
     return _CURRENT.store

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class TreeSteps(Feature):
-    """Trees and routes in the steps of a model that declares them."""
+    """Adds trees and routes to the steps of a model that declares them."""
 
     def __init__(self, model: Model) -> None:
         placement = model.pipeline.placement
         self._declared = [declared(chunk) for chunk in model.chunks]
-        # A shape of None is sent with each message (`--variable-seq-lengths`).
+        # Shapes that are None are sent with each message (`--variable-seq-lengths`).
         shapes_travel = None in model.shapes["F"]
-        # This is collective, so ranks whose stages declare nothing take part too.
+        # Collective, so ranks whose stages declare nothing take part as well.
         self._trees = agree_trees(
             model.chunks, placement, model.groups.pp, shapes_travel=shapes_travel
         )
@@ -50,11 +50,11 @@ class TreeSteps(Feature):
         if agree_trees(chunks, placement, group, shapes_travel=False) is not None:
             raise ScheduleError(
                 "the model declares routes or boundaries, but forward and backward ranks exchange "
-                "one tensor [s, b, h]; leave --forward-backward-disaggregating out"
+                "a single tensor [s, b, h]; remove --forward-backward-disaggregating"
             )
 
     def shapes_on_wires(self, shapes: Shapes) -> Shapes:
-        """Return unknown shapes, because trees are sent as bytes, whose number varies."""
+        """Return unknown shapes, because trees are sent as bytes, and their number varies."""
         if self._trees is None:
             return shapes
         return {"F": [None], "B": [None]}
@@ -64,7 +64,7 @@ class TreeSteps(Feature):
         if [declared(chunk) for chunk in chunks] != self._declared:
             raise ScheduleError(
                 f"{type(unwrap_model(chunks[0])).__name__} declares different trees or routes "
-                "from the model that ran on these process groups before; give each model its own "
+                "than the model that used these process groups before; give each model its own "
                 "groups (pg_collection and p2p_communicator)"
             )
 
@@ -84,12 +84,11 @@ def _check_settings(pipeline: Pipeline) -> None:
     """Reject settings that stages with trees or routes do not support."""
     if pipeline.config.pairs:
         raise ScheduleError(
-            f"{pipeline.name} cannot run pairs of stages that declare trees or routes, which "
-            "Megatron's schedule plans do not support; leave --overlap-moe-expert-parallel-comm "
-            "out"
+            f"{pipeline.name} cannot pair stages that declare trees or routes, because Megatron's "
+            "schedule plans do not support them; remove --overlap-moe-expert-parallel-comm"
         )
     if pipeline.config.cuts_sequences:
         raise ScheduleError(
-            "slices are for models that send one tensor, not for trees or routes; leave the "
-            "slices out"
+            "slices require a model that sends a single tensor, not trees or routes; disable "
+            "slices"
         )

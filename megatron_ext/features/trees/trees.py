@@ -1,8 +1,8 @@
-"""Trees of tensors between stages: their wire format, and the actions of models that use them.
+"""Trees of tensors between stages: their wire format and the actions of models that use them.
 
 A tree is a tensor, None, or a tuple, list or dict (with string keys) of trees. Its tensors are sent
-as one message of bytes. A `TreeForm` describes structure, shapes and dtypes. It is sent once if all
-micro-batches have the same form, and otherwise as a header before each tree.
+as one message of bytes. A `TreeForm` describes structure, shapes and dtypes, and is sent once if
+all micro-batches have the same form, otherwise as a header before each tree.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 Tree = Any
 """A tensor, None, or a tuple, list or dict of trees."""
 
-# The receiver uses the tensors in place. So align them to a multiple of every dtype's size, and to
-# the size of a cache line.
+# The receiver uses the tensors in place, so align them to a multiple of every dtype's
+# size and to the size of a cache line.
 _ALIGNMENT = 64
 
 
 class Leaf(NamedTuple):
-    """Shape, dtype and requires_grad of a tensor in a tree."""
+    """Shape, dtype and requires_grad of one tensor in a tree."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -57,12 +57,12 @@ class TreeForm:
     """The form of a tree: everything except the data of its tensors."""
 
     text: str
-    """Skeleton and leaves as JSON. Forms are equal if their texts are equal."""
+    """Skeleton and leaves as JSON. Two forms are equal if their texts are."""
     skeleton: Any = field(compare=False)
-    """The tree with 0 for each tensor: null, 0, ["tuple", ...], ["list", ...], or
+    """The tree with 0 in place of each tensor: null, 0, ["tuple", ...], ["list", ...], or
     ["dict", keys, ...]."""
     leaves: tuple[Leaf, ...] = field(compare=False)
-    """One leaf for each tensor, in order."""
+    """One leaf per tensor, in order."""
 
     def header(self) -> torch.Tensor:
         """Return the header to send: `[number of bytes]`, uint8 on the CPU."""
@@ -95,7 +95,7 @@ def parsed(text: bytes) -> TreeForm:
         return TreeForm(text.decode(), skeleton, tuple(leaves))
     except (ValueError, TypeError, AttributeError) as error:
         raise MessageMismatch(
-            f"a header of {len(text)} bytes cannot be read: {error}; install the same version of "
+            f"cannot read a header of {len(text)} bytes: {error}; install the same version of "
             f"megatron_ext on all ranks"
         ) from error
 
@@ -103,7 +103,7 @@ def parsed(text: bytes) -> TreeForm:
 def flatten(
     tree: Tree, subject: str, *, trains: bool
 ) -> tuple[list[torch.Tensor], TreeForm]:
-    """Return the tensors of a tree, in order, and its form.
+    """Return a tree's tensors, in order, and its form.
 
     Args:
         tree: The tree.
@@ -129,7 +129,8 @@ def _cut(tree: Tree, tensors: list[torch.Tensor], subject: str) -> Any:
         return 0
     if tree is None:
         return None
-    # Accept exact types only: a named tuple, for example, would arrive as a plain tuple.
+    # Accept only exact types: a named tuple, for example, would arrive as a plain
+    # tuple.
     kind = type(tree)
     skeleton: list[Any]
     if kind in (tuple, list):
@@ -188,17 +189,17 @@ def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
 def unpack(
     packed: torch.Tensor, leaves: Sequence[Leaf], subject: str
 ) -> list[torch.Tensor]:
-    """Return the tensors in bytes from `pack`, as views with the shapes and dtypes of the leaves.
+    """Return the tensors in bytes from `pack`, as views with the leaves' shapes and dtypes.
 
     Raises:
-        MessageMismatch: The number of bytes does not match the leaves. The message names `subject`.
+        MessageMismatch: The byte count does not match the leaves. The message names `subject`.
     """
     sizes = [torch.Size(leaf.shape).numel() * leaf.dtype.itemsize for leaf in leaves]
     ranges, end = _placed(sizes)
     if packed.dtype != torch.uint8 or packed.numel() != end:
         raise MessageMismatch(
             f"{subject} has {packed.nbytes} bytes, but its tensors need {end}; declare "
-            f'boundary="varies" if shapes change from micro-batch to micro-batch'
+            f'boundary="varies" if shapes change between micro-batches'
         )
     tensors = []
     for place, leaf in zip(ranges, leaves, strict=True):
@@ -207,8 +208,8 @@ def unpack(
 
 
 def _placed(sizes: Sequence[int]) -> tuple[list[slice], int]:
-    """Return the range of bytes of each part, and the end of the last range."""
-    # Align each part, so that the receiver can view its bytes as any dtype in place.
+    """Return each part's byte range, and the end of the last range."""
+    # Align each part so that the receiver can view its bytes as any dtype in place.
     ranges: list[slice] = []
     begin = end = 0
     for size in sizes:
@@ -220,10 +221,10 @@ def _placed(sizes: Sequence[int]) -> tuple[list[slice], int]:
 
 # Needed because upstream's `backward_step` starts from a single tensor.
 class _Join(torch.autograd.Function):
-    """Joins tensors into one root, a float32 scalar. The data of the tensors may be freed.
+    """Joins tensors into one root, a float32 scalar. The tensors' data may be freed.
 
-    When the backward pass runs, `gradients` has one entry per tensor. If its entry is None, a
-    tensor gets no gradient, but its autograd node still runs.
+    When the backward pass runs, `gradients` has one entry per tensor. A tensor whose entry is None
+    gets no gradient, but its autograd node still runs.
     """
 
     @staticmethod
@@ -243,10 +244,10 @@ class _Join(torch.autograd.Function):
 
 
 class Channel(NamedTuple):
-    """The trees of one kind that one stage sends to another stage."""
+    """The trees of one kind that one stage sends to another."""
 
     kind: str
-    """F for a stage's output, P for the tensors that the stage publishes."""
+    """F for the stage's output, P for the tensors that it publishes."""
     stage: int
     """The sending stage."""
     taker: int
@@ -255,7 +256,7 @@ class Channel(NamedTuple):
 
 @dataclass
 class Forms:
-    """The forms of the trees that this rank sends and receives, as far as they are known."""
+    """The known forms of the trees that this rank sends and receives."""
 
     varies: bool
     """Whether forms may change between micro-batches."""
@@ -266,18 +267,18 @@ class Forms:
 
     @property
     def of_messages(self) -> dict[str, list[Form]]:
-        """Message kind -> tensors of a message: the bytes, and a header until forms are agreed."""
+        """Message kind -> a message's tensors: the bytes, plus a header until forms are agreed."""
         tree = Form(None, torch.uint8)
         with_header = [tree]
         if not self.agreed:
             with_header = [tree._replace(header=True), tree]
-        # Gradients need no header, because they have the same form as their tensors.
+        # Gradients need no header, because they have their tensors' form.
         return {"F": with_header, "P": with_header, "B": [tree], "G": [tree]}
 
     def step_done(self) -> None:
-        """Record that this rank has completed a step, in which it sent and received every form."""
-        # Sender and receiver have seen the same headers in the same step, so they agree without a
-        # handshake.
+        """Record that a step is complete, so this rank has sent and received every form."""
+        # Sender and receiver saw the same headers in the same step, so they agree
+        # without a handshake.
         self.agreed = not self.varies
 
     def headers(
@@ -300,31 +301,32 @@ class Forms:
         return [form.header()]
 
     def read(self, channel: Channel, inputs: Iterator[torch.Tensor | None]) -> TreeForm:
-        """Return the form of the next tree, and consume its header from `inputs`, if any."""
+        """Return the next tree's form, and consume its header from `inputs`, if any."""
         if self.agreed:
             return self._received[channel]
         header = next(inputs)
         assert header is not None
-        # Reading a header waits for the device, in the first step or, if forms vary, in all steps.
+        # Reading a header waits for the device: in the first step, or in every step if
+        # forms vary.
         form = self._received[channel] = parsed(bytes(header.cpu().numpy()))
         return form
 
 
 @dataclass
 class Trees:
-    """The declarations of all stages in a model, and the forms of the trees that they exchange."""
+    """The declarations of a model's stages, and the forms of the trees that they exchange."""
 
     routes: tuple[Route, ...]
     declared: Mapping[int, Declared]
     """Stage -> its declarations."""
     varies: bool
-    """Whether the form of a tree may change between micro-batches."""
+    """Whether a tree's form may change between micro-batches."""
     _forms: dict[tuple[bool, str], Forms] = field(default_factory=dict)
     """(forward only, shapes) -> forms. Training and evaluation have different forms, and so do
     micro-batches of different sizes."""
 
     def forms(self, call: Call, shapes: Shapes) -> Forms:
-        """Return the tree forms for steps of this kind."""
+        """Return the tree forms for this kind of step."""
         # Shapes are dicts, which cannot be keys, so use their text.
         return self._forms.setdefault(
             (call.forward_only, str(shapes)), Forms(self.varies)
@@ -341,7 +343,7 @@ class TreeCompute(StageCompute):
         default_factory=dict, init=False
     )
     """(stage, micro-batch) -> state that a forward pass keeps for its backward pass: the sent
-    tensors whose gradients come back, and the gradients of its root, which are None for published
+    tensors whose gradients come back, and the root's gradients, which are None for published
     tensors."""
 
     def __post_init__(self) -> None:
@@ -365,17 +367,17 @@ class TreeCompute(StageCompute):
         return self._run_backward(action, batch, iter(inputs))
 
     def release(self, outputs: Tensors) -> None:
-        """Do nothing: the outputs are packed bytes, and the tree is freed with its graph."""
+        """Do nothing: the outputs are packed bytes, and the tree is freed along with its graph."""
 
     def end_step(self) -> None:
-        """Record that each message's sender and receiver now know the form of its tree."""
+        """Record that every message's sender and receiver now know its tree's form."""
         self.forms.step_done()
 
     def _run_forward(
         self, action: Action, batch: Batch, inputs: Iterator[torch.Tensor | None]
     ) -> Tensors:
         stage, _, microbatch, _ = action
-        # Receive the previous stage's output, and the tensors on routes.
+        # Receive the previous stage's output and the tensors on routes.
         tree = None
         leaves: Tensors = []
         if stage > 0:
@@ -391,7 +393,7 @@ class TreeCompute(StageCompute):
         with self._store.running(stage, batch):
             [output] = self.forward(stage, microbatch, [tree])
         self._store.check_forward(stage)
-        # Send the stage's output first, as in the order of messages in `exchanges`.
+        # Send the stage's output first, to match the order of messages in `exchanges`.
         outputs: Tensors = []
         sent: list[torch.Tensor] = []
         if stage < self._last_stage:
@@ -404,8 +406,8 @@ class TreeCompute(StageCompute):
             channel = Channel("P", stage, bypass.taker)
             messages, _ = self._bytes_of(named, channel, microbatch)
             outputs += messages
-        # Keep published tensors that other stages on this rank still take. The last taker drops
-        # them.
+        # Keep published tensors that other stages on this rank have yet to take. The
+        # last taker drops them.
         names = self.trees.declared[stage].publishes
         published = set(names).difference(self._plan.dropped.get(("B", stage), ()))
         if self.call.forward_only:
@@ -418,14 +420,14 @@ class TreeCompute(StageCompute):
     def _keep_root(
         self, action: Action, batch: Batch, leaves: Tensors, sent: list[torch.Tensor]
     ) -> None:
-        """Keep a single root from which the stage's backward pass starts, and the stage's leaves.
+        """Keep the stage's leaves and a single root, from which its backward pass starts.
 
         Megatron's `forward_step` and `backward_step` can then run as with a single tensor. `sent`
         holds the stage's output tensors whose gradients come back.
         """
         stage, _, microbatch, _ = action
-        # Published tensors get their gradients from the sums of their takers (`routes._Publish`),
-        # so their entries stay None.
+        # Published tensors get their gradients from their takers' sums
+        # (`routes._Publish`), so their entries stay None.
         origins = []
         for name in self.trees.declared[stage].publishes:
             origin = self._store[batch, name].origin
@@ -434,8 +436,8 @@ class TreeCompute(StageCompute):
         gradients: Tensors = [None] * len(origins)
         _, root = self._live[stage, microbatch]
         if stage < self._last_stage:
-            # If nothing sent needs a gradient, the root has no graph, and Megatron's
-            # `backward_step` skips the backward pass.
+            # If nothing that was sent needs a gradient, the root has no graph and
+            # Megatron's `backward_step` skips the backward pass.
             root = [torch.zeros(())]
             if sent or origins:
                 root = [_Join.apply(gradients, *sent, *origins)]
@@ -451,10 +453,10 @@ class TreeCompute(StageCompute):
         of_root: Tensors = [None]
         if stage < self._last_stage:
             subject = f"the gradient of {self._subject(stage, microbatch)}"
-            # Insert the gradients in place, before the gradients of published tensors, because the
-            # root has referred to this list since the forward pass.
+            # Insert the gradients in place, before those of published tensors, because
+            # the root has referred to this list since the forward pass.
             gradients[:0] = self._unpacked(inputs, sent, subject)
-            # `_Join` ignores this gradient, and returns those in its list.
+            # `_Join` ignores this gradient and returns those in its list.
             of_root = [torch.zeros((), device=self._device)]
         for bypass in self._plan.received.get(("G", stage), ()):
             routed = self._with_gradient(batch, bypass.names)
@@ -468,8 +470,8 @@ class TreeCompute(StageCompute):
             route_gradients = self._unpacked(inputs, looks, subject)
             for published, gradient in zip(routed, route_gradients, strict=True):
                 published.takers.add(gradient)
-        # The sums of the takers' gradients are complete now. The backward pass reads them for the
-        # tensors that this stage has published.
+        # The sums of the takers' gradients are now complete. The backward pass reads
+        # them for the tensors that this stage has published.
         with self._store.running(stage, batch):
             input_gradients = self.backward(
                 stage, microbatch, of_root, split=kind == "I"
@@ -490,7 +492,7 @@ class TreeCompute(StageCompute):
         return outputs
 
     def _with_gradient(self, batch: Batch, names: Sequence[str]) -> list[Published]:
-        """Return the published tensors of these routes whose gradients are sent."""
+        """Return these routes' published tensors whose gradients are sent."""
         routed = [self._store[batch, name] for name in names]
         return [published for published in routed if published.has_gradient]
 
@@ -519,7 +521,7 @@ class TreeCompute(StageCompute):
     def _bytes_of(
         self, tree: object, channel: Channel, microbatch: int
     ) -> tuple[Tensors, list[torch.Tensor]]:
-        """Return a tree's bytes, and its tensors whose gradients come back.
+        """Return a tree's bytes and those of its tensors whose gradients come back.
 
         The bytes include a header if the receiver does not know the tree's form.
         """
@@ -542,7 +544,7 @@ def agree_trees(
     *,
     shapes_travel: bool,
 ) -> Trees | None:
-    """Gather the declarations of all stages. This is collective over a pipeline's group.
+    """Gather the declarations of all stages. Collective over a pipeline's group.
 
     `shapes_travel` is set if sequence lengths vary (`--variable-seq-lengths`).
 
@@ -556,7 +558,7 @@ def agree_trees(
     own_declarations = dict(zip(stages, map(declared, chunks), strict=True))
     everybody: list[dict[int, Declared]] = [{} for _ in range(group.size())]
     dist.all_gather_object(everybody, own_declarations, group=group)
-    # The ranks in a pipeline have different stages, so no entry is overwritten.
+    # A pipeline's ranks have different stages, so no entry is overwritten.
     by_stage: dict[int, Declared] = {}
     for declarations in everybody:
         by_stage.update(declarations)

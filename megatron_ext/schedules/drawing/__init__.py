@@ -1,1 +1,1 @@
-"""Pictures of simulated schedules: as characters and as SVG."""
+"""Pictures of simulated schedules, as text and as SVG."""

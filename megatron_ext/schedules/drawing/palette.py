@@ -1,8 +1,8 @@
-"""The colours of all pictures: in `plot`, in the trace report and on the website.
+"""The colours used in all pictures: in `plot`, in the trace report and on the website.
 
 People with any kind of colour blindness can tell any two of the colours apart (a test computes how
-well), and each colour has a matching text colour. A rank's even chunks are drawn in the strong
-shade, and its odd chunks in the pale one.
+well), and every colour has a matching text colour. A rank's even chunks are drawn in the strong
+shade and its odd chunks in the pale shade.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ KINDS = {
     "W": ("#8f3c4e", "#e390b4"),
     "R": ("#4f4a1c", "#d0bfa0"),
 }
-"""By kind of action: the colours for even and for odd chunks."""
+"""By kind of action: the colours for even and odd chunks."""
 
 SPANS = {"move": "#dd5c20", "after": "#9bbbe0"}
-"""Spans in a trace other than actions: messages, and the work after the pipeline."""
+"""Trace spans other than actions: messages, and the work after the pipeline."""
 
 NAMES = {
     "F": "forward",
@@ -41,7 +41,7 @@ _DARK_INK, _LIGHT_INK = "#111418", "#ffffff"
 
 
 def variables(theme: str) -> str:
-    """Return the colours of a theme (`light` or `dark`) as CSS variables on one line."""
+    """Return a theme's colours (`light` or `dark`) as CSS variables on one line."""
     colours = {**_PAGES[theme], **SPANS}
     for kind, (even, odd) in KINDS.items():
         colours |= {kind: even, f"{kind}-odd": odd}
@@ -49,13 +49,13 @@ def variables(theme: str) -> str:
 
 
 def ink(colour: str) -> str:
-    """Return whichever text colour, dark or light, has more contrast with a background."""
+    """Return the text colour, dark or light, that has more contrast with a background."""
     return max(_DARK_INK, _LIGHT_INK, key=lambda text: contrast(text, colour))
 
 
 def contrast(first: str, second: str) -> float:
     """Return the contrast between two colours as defined by WCAG, from 1 to 21."""
-    # WCAG adds 0.05 for the light that a screen reflects.
+    # WCAG adds 0.05 for light reflected by the screen.
     darker, lighter = sorted((_luminance(first), _luminance(second)))
     return (lighter + 0.05) / (darker + 0.05)
 
@@ -63,8 +63,8 @@ def contrast(first: str, second: str) -> float:
 def _luminance(colour: str) -> float:
     """Return a colour's relative luminance as defined by WCAG, from 0 to 1."""
     red, green, blue = (_linear(value / 255) for value in bytes.fromhex(colour[1:]))
-    # These are the weights of sRGB's primaries. Green has the largest weight because the eye is
-    # most sensitive to it.
+    # These are the weights of the sRGB primaries. Green has the largest weight because
+    # the eye is most sensitive to it.
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 

@@ -1,12 +1,12 @@
-"""Draws a simulated schedule as a grid of characters, with one line per rank.
+"""Draws a simulated schedule as a text grid with one line per rank.
 
     0|F0 F1 F2 F3 .  .  .  .  .  B0--- B1--- B2--- B3---
 
-Time runs to the right. `F0` is the forward pass for micro-batch 0, `B0---` is a backward pass that
-takes as long as two forward passes, and `.` is idle time. Lower case marks a rank's second chunk.
-If ranks have more than two chunks, each cell names its stage instead, as in `5F0`. For a schedule
-with twins, both directions are drawn. Micro-batches in the second direction are numbered after
-those in the first.
+Time runs from left to right. `F0` is the forward pass for micro-batch 0, `B0---` is a backward pass
+that takes as long as two forward passes, and `.` is idle time. Lower case marks a rank's second
+chunk. If ranks have more than two chunks, cells show the stage instead, as in `5F0`. If a schedule
+has twins, both directions are drawn. Micro-batches in the second direction are numbered after those
+in the first.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Action, Schedule
 
-# A cell, including the dashes of a long bar or the partner in a pair.
+# A cell, including a long bar's dashes or a pair's second action.
 _CELL = re.compile(r"\b\d*([FBIWRfbiwr])\d+\S*")
 _KIND_IN_LEGEND = re.compile(r"\b([FBIWR])(?= [a-z])")
 
 
 def picture(timeline: Timeline, width: int = 100, *, coloured: bool = False) -> str:
-    """Return the caption, grid and legend for a terminal with `width` columns."""
+    """Return the caption, grid and legend for a terminal that is `width` columns wide."""
     body = grid(timeline, width)
     legend = _legend(timeline)
     if coloured:
@@ -40,7 +40,7 @@ def picture(timeline: Timeline, width: int = 100, *, coloured: bool = False) -> 
 
 
 def _painted(cell: re.Match[str]) -> str:
-    """Return a cell in the colour of its kind, with the pale shade if its letter is lower case."""
+    """Return a cell in its kind's colour, in the pale shade if the letter is lower case."""
     kind = cell[1]
     even, odd = KINDS[kind.upper()]
     if kind.islower():
@@ -58,8 +58,8 @@ def caption(timeline: Timeline) -> str:
     )
 
 
-# A column is as wide as the shortest action, so a single tiny duration could make the grid fill the
-# memory.
+# A column is as wide as the shortest action, so a single tiny duration could make the
+# grid exhaust the memory.
 _MAX_CELLS = 1 << 20
 
 
@@ -76,7 +76,7 @@ def check_drawable(timeline: Timeline) -> None:
         raise ScheduleError(
             f"{timeline.schedule.label} on {pp} ranks needs {columns:.3g} columns of {slot:g}, but "
             f"at most {_MAX_CELLS // pp} can be drawn; use fewer micro-batches, or --costs that "
-            f"differ less from each other"
+            f"differ less"
         )
 
 
@@ -132,12 +132,13 @@ def cell_label(schedule: Schedule, action: Action) -> str:
 
 
 def grid(timeline: Timeline, width: int = 100) -> str:
-    """Return the lines for all ranks, broken into blocks of at most `width` columns."""
+    """Return the lines of all ranks, broken into blocks of at most `width` columns."""
     rows = _cells(timeline)
     rank_width = len(str(len(rows) - 1))
     num_columns = len(rows[0])
     cell_width = len(rows[0][0])
-    # Break the grid into blocks, because a terminal would wrap each long line separately.
+    # Break the grid into blocks, because a terminal would wrap every long line
+    # separately.
     columns_per_block = num_columns
     # The separator after the rank takes one column, and the trailing space is stripped.
     if rank_width + num_columns * cell_width > width:
@@ -163,7 +164,7 @@ class _Bar(NamedTuple):
 
 
 def _cells(timeline: Timeline) -> list[list[str]]:
-    """Return the text in each cell, by rank and column, padded to equal width."""
+    """Return the text in every cell, by rank and column, padded to the same width."""
     schedule = timeline.schedule
     slot = slot_time(timeline)
     check_drawable(timeline)
@@ -178,7 +179,7 @@ def _cells(timeline: Timeline) -> list[list[str]]:
             _, start, end = row[index]
             labels[index] += f"+{labels[index + 1]}"
             labels[index + 1] = ""
-            # A pair's label may extend over all of its columns.
+            # A pair's label may span all of its columns.
             num_columns = max(1, _column(end - start, slot))
             cell_width = max(
                 cell_width, math.ceil((len(labels[index]) + 1) / num_columns)
@@ -188,14 +189,14 @@ def _cells(timeline: Timeline) -> list[list[str]]:
             if label:
                 bars.append(_Bar(label, _column(start, slot), _column(end, slot)))
         bars_by_rank.append(bars)
-    # The last action may end between two columns, so round the grid's width in the same way as the
-    # bars.
+    # The last action may end between two columns, so round the grid's width just like
+    # the bars.
     num_columns = _column(timeline.makespan, slot)
     return [_row_of_cells(bars, num_columns, cell_width) for bars in bars_by_rank]
 
 
 def _row_of_cells(bars: Sequence[_Bar], num_columns: int, cell_width: int) -> list[str]:
-    """Return the text in each cell of a rank. Labels extend across their bar's columns."""
+    """Return the text in every cell of a rank. Labels extend across their bar's columns."""
     cells = [".".ljust(cell_width)] * num_columns
     for bar in bars:
         # The last character is a space that separates the bars.

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Action, Schedule
 
-# In pixels: the height of a lane with its gap, the width for rank names, the height of a title, and
-# the height of a bar.
+# In pixels: the height of a lane including its gap, the width of the rank names, the
+# height of a title, and the height of a bar.
 _ROW, _LEFT, _TOP, _BAR = 24, 58, 30, 20
-# Height of the axis below a schedule's lanes: ticks, numbers and the unit's name.
+# Height of the axis below a schedule's lanes: ticks, numbers and the name of the unit.
 _AXIS = 44
 # Width of the longest schedule, unless its labels need more space.
 _WIDTH = 1000
-# Width of a digit in pixels, at a font size of 10px. The reader's font is unknown, so this is
-# slightly wider than a digit in most fonts.
+# Width of a digit in pixels at a font size of 10px. The reader's font is unknown, so
+# this is slightly wider than a digit in most fonts.
 _DIGIT = 5.8
 
 _STYLE = f"""\
@@ -46,21 +46,21 @@ def draw(
 ) -> str:
     """Return an SVG with one lane per rank above a time axis.
 
-    Odd chunks are pale, and actions in the second direction have a frame. Several schedules are
-    drawn one below the other, on the same time scale. The picture grows with the table so that
-    every number is legible.
+    Odd chunks are pale, and actions in the second direction are framed. Multiple schedules are
+    drawn one below the other on the same time scale. The picture grows with the table so that every
+    number stays legible.
 
     Args:
         timelines: The schedules, from top to bottom.
-        unit: The meaning of 1 on the axis. If empty, it is the result of `unit_of_time`.
+        unit: The meaning of 1 on the axis. If empty, `unit_of_time` determines it.
         memory_gib: Memory on each rank, drawn below the schedules. If empty, no memory is drawn.
-        limit_gib: Memory limit per rank, to which the full length of a memory lane corresponds.
+        limit_gib: Memory limit per rank, which a full-length memory lane represents.
     """
     for timeline in timelines:
         check_drawable(timeline)
     scale = _scale(timelines)
     longest = max(timeline.makespan for timeline in timelines)
-    # From top to bottom: each schedule with its axis, the memory, and the legend.
+    # From top to bottom: every schedule with its axis, then the memory and the legend.
     heights = [_TOP + _ROW * timeline.schedule.pp + _AXIS for timeline in timelines]
     memory_height = _TOP + _ROW * len(memory_gib) + 12 if memory_gib else 0
     legend, legend_width = _legend(timelines, sum(heights) + memory_height + 12)
@@ -90,7 +90,7 @@ def draw(
 
 
 def _scale(timelines: Sequence[Timeline]) -> float:
-    """Return how many pixels a unit of time needs so that every number is legible."""
+    """Return how many pixels per unit of time make every number legible."""
     legible = shortest_scale = 0.0
     for timeline in timelines:
         for row in timeline.bars:
@@ -98,7 +98,7 @@ def _scale(timelines: Sequence[Timeline]) -> float:
                 if end > start:
                     label = _label(timeline.schedule, action)
                     legible = max(legible, (_DIGIT * len(label) + 4) / (end - start))
-                    # The shortest action does not need more than 30 pixels.
+                    # The shortest action needs no more than 30 pixels.
                     shortest_scale = max(shortest_scale, 30 / (end - start))
     longest = max(timeline.makespan for timeline in timelines)
     # Do not stretch short tables to the full width.
@@ -106,7 +106,7 @@ def _scale(timelines: Sequence[Timeline]) -> float:
 
 
 def _fills(timelines: Sequence[Timeline]) -> str:
-    """Return CSS with the colours for all kinds of actions drawn."""
+    """Return CSS with the colours of all kinds of actions that are drawn."""
     present: set[str] = set()
     for timeline in timelines:
         for row in timeline.schedule.rows:
@@ -123,7 +123,7 @@ def _fills(timelines: Sequence[Timeline]) -> str:
 def _memory(
     memory_gib: Sequence[float], limit_gib: float, width: int, y: int
 ) -> Iterator[str]:
-    """Yield a memory lane for each rank. The full length of the lane corresponds to the limit."""
+    """Yield a memory lane for every rank. A full-length lane represents the limit."""
     yield f'<text class="title" x="4" y="{y + 17}">memory, of {limit_gib:g} GiB</text>'
     full = width - _LEFT - 24
     for rank, rank_gib in enumerate(memory_gib):
@@ -153,8 +153,8 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
             continue
         x = _LEFT + start * scale
         width = (end - start) * scale
-        # The two actions in a pair overlap in time, so draw the forward pass above the backward
-        # pass.
+        # A pair's two actions overlap in time, so draw the forward pass above the
+        # backward pass.
         top = y
         height = _BAR
         line = 14
@@ -181,7 +181,8 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
 def _axis(timeline: Timeline, scale: float, y: int, unit: str) -> Iterator[str]:
     """Yield an axis with numbers at round times and the name of its unit."""
     end = _LEFT + timeline.makespan * scale
-    # Use the smallest of 1, 2, 5 or 10 times a power of ten that keeps numbers 50 pixels apart.
+    # Use the smallest of 1, 2, 5 or 10 times a power of ten that keeps the numbers at
+    # least 50 pixels apart.
     step = 10 ** math.floor(math.log10(90 / scale))
     step *= next(factor for factor in (1, 2, 5, 10) if step * factor * scale >= 50)
     yield f'<path class="axis" d="M{_LEFT} {y}H{_n(end)}"/>'
@@ -203,7 +204,8 @@ def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:
             f'<rect class="{classes}" x="{x}" y="{y - 10}" width="12" height="12"/>'
         )
         parts.append(f'<text x="{x + 17}" y="{y}">{name}</text>')
-        # 6 pixels per character are enough, and the box and the gaps take another 34 pixels.
+        # 6 pixels per character are enough. The box and the gaps take another 34
+        # pixels.
         x += 34 + 6 * len(name)
     notes = []
     if any(schedule.num_slices > 1 for schedule in schedules):
@@ -218,14 +220,14 @@ def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:
 
 
 def _legend_entries(schedules: Sequence[Schedule]) -> list[tuple[str, str]]:
-    """Return (CSS classes, name) for everything drawn as a rectangle."""
+    """Return (CSS classes, name) for everything that is drawn as a rectangle."""
     kinds: set[str] = set()
     for schedule in schedules:
         present: set[str] = set()
         for row in schedule.rows:
             present.update(action.kind for action in row)
         if schedule.ships_activations:
-            present.discard("R")  # takes no time here, so it is not drawn
+            present.discard("R")  # not drawn, because it takes no time here
         kinds |= present
     entries = [(kind, name) for kind, name in NAMES.items() if kind in kinds]
     entries.append(("lane", "idle"))

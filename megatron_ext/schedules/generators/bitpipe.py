@@ -1,13 +1,13 @@
 """BitPipe: two mirrored pipelines, each interleaved in a V, on the same ranks.
 
 The first pipeline goes down the ranks and back up through 2pp stages, and the second one starts at
-the last rank. While one pipeline fills, the other one does useful work. Ranks r and pp-1-r hold the
+the last rank. While one pipeline fills, the other does useful work. Ranks r and pp-1-r hold the
 same four stages, so weights are stored twice. The table covers half of the micro-batches on pp/2
-ranks in W placement. It runs twice, the second time mirrored, and the twins are data-parallel
-peers. With `routing=twin`, activations cross to the twin at the inner folds, as in the paper. With
+ranks in W placement and runs twice, once mirrored. The twins are data-parallel peers. With
+`routing=twin`, activations cross to the twin at the inner folds, as in the paper. With
 `routing=local`, activations stay on their rank, which saves messages.
 
-`order=paper` is the order in the published code. Its bubble grows with every additional pp
+`order=paper` is the published code's order. Its bubble grows with every additional pp
 micro-batches.
 
 Paper: Wu et al., BitPipe, 2024 (arXiv 2410.19367); code: wuhouming/BitPipe.
@@ -21,8 +21,8 @@ bitpipe order=paper: pp 4, m 4, makespan 14, bubble 2 (14.3 %), peak 4
 Bubble: (pp/2 - 1) max(Tf, Tb + Tw) for m = pp; (k + 1)(pp - 2)Tf / 2 for m = k pp at Tb + Tw = 2Tf.
 
 `order=zb` splits backward passes and searches (greedy.py) for an order that keeps no more
-activations than `paper`. The search uses the actual costs, because a table optimised for equal
-times and zero latency takes much longer under other costs.
+activations than `paper` does. The search uses the actual costs, because a table optimised for equal
+times and zero latency is much slower under different costs.
 
 bitpipe order=zb: pp 4, m 4, makespan 12.5, bubble 0.5 (4.0 %), peak 4
 0|F0 F1 .  F2 f2 F3 f3 f0 i0 f1 i1 i2 I2 i3 I3 I0 W0 I1 W1 W2 W3 w2 w3 w0 w1
@@ -31,13 +31,13 @@ bitpipe order=zb: pp 4, m 4, makespan 12.5, bubble 0.5 (4.0 %), peak 4
 3|F2 F3 .  F0 f0 F1 f1 f2 i2 f3 i3 i0 I0 i1 I1 I2 W2 I3 W3 W0 W1 w0 w1 w2 w3
 
 Bubble: (pp - 2)Tf / 4 at Tf = Tb = Tw for m = pp, 2pp - 2, 2pp, 3pp, 4pp, up to pp = 40. No table
-with this placement has a smaller bubble: the middle ranks cannot start earlier. Any even m is
-legal. The bubble is larger if m is below or slightly above pp, or if costs are unequal. With
-unequal costs and pp >= 16, the bubble also grows slowly with m.
+with this placement has a smaller bubble, because the middle ranks cannot start earlier. Any even m
+is valid. The bubble is larger if m is below or slightly above pp, or if costs are unequal. With
+unequal costs and pp >= 16, it also grows slowly with m.
 
 Activations: at most min(pp, m). Each direction sums its gradients in micro-batch order. The
-gradients are then reduced across the twins, in the same way as across data-parallel ranks. So
-losses and gradients are bit-identical to those from Megatron's pipeline on pp/2 ranks, with one
+gradients are then reduced across the twins, just as across data-parallel ranks. Losses and
+gradients are therefore bit-identical to those of Megatron's pipeline on pp/2 ranks, with one
 exception: with `routing=twin` and experts spread over the twins, the experts in stages between the
 inner folds see the twins' tokens in the opposite order. In that case, losses agree to 1e-6 (with
 `routing=local`, bit for bit).
@@ -84,11 +84,12 @@ def bitpipe(
     if order == "paper":
         rows = _paper_rows(pp, m)
     else:
-        # The cap counts the activations of each stage separately. A stage is 1/(2pp) of the model,
-        # so a cap of 2pp equals the pp units stated above.
+        # The cap counts every stage's activations separately. A stage is 1/(2pp) of the
+        # model, so a cap of 2pp corresponds to the pp units stated above.
         problem = Problem(folded, m, cap=2 * pp, costs=costs)
-        # With few ranks, the search reaches the lower bound without a limit on micro-batches in
-        # flight. With many ranks, it does so only with a limit near pp/2.
+        # With few ranks, the search reaches the lower bound without limiting the
+        # micro-batches in flight. With many ranks, it does so only if the limit is near
+        # pp/2.
         variants = [Variant()]
         for limit in range(num_ranks, pp + 1):
             variants.append(Variant(limit))
@@ -102,8 +103,8 @@ def bitpipe(
 def _paper_rows(pp: int, num_microbatches: int) -> tuple[Row, ...]:
     """Return the published order for one of the two pipelines."""
     num_ranks = pp // 2
-    # The published order consists of whole units, each with one micro-batch per rank. Round the
-    # number of micro-batches up to whole units, and drop the surplus.
+    # The published order consists of whole units with one micro-batch per rank. Round
+    # the number of micro-batches up to whole units and drop the surplus.
     published = math.ceil(num_microbatches / num_ranks) * num_ranks
     rows = tuple(_paper_row(rank, pp, published) for rank in range(num_ranks))
     if published == num_microbatches:
@@ -138,7 +139,7 @@ def _paper_row(rank: int, pp: int, num_microbatches: int) -> Row:
 
 
 def _unit(kind: Kind, stages: _Pass, unit: range, rank: int) -> list[Action]:
-    """Return the actions of one kind for one unit, which is one micro-batch per rank."""
+    """Return one kind of action for one unit, which is one micro-batch per rank."""
     # Ranks further down run fewer micro-batches before the first one returns.
     head = unit[: len(unit) - rank]
     tail = unit[len(unit) - rank :]
@@ -163,12 +164,12 @@ def _weave(
     pp: int,
     num_pairs: int,
 ) -> list[Action]:
-    """Return the warm-up, then for each unit: pairs, drain, pairs with the next unit, refill."""
+    """Return the warm-up, then per unit: pairs, drain, pairs with the next unit, refill."""
     warm_up = 2 * pp - num_pairs
     remaining_forwards = iter(forwards)
     remaining_backwards = iter(backwards)
-    # Alternate forward and backward passes. This loop consumes the same two iterators as the slices
-    # below, so each action appears once.
+    # Alternate forward and backward passes. `alternating` consumes the same two
+    # iterators as the slices below, so every action appears once.
     alternating = chain.from_iterable(
         zip(remaining_forwards, remaining_backwards, strict=False)
     )

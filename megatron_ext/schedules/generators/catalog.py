@@ -1,9 +1,9 @@
 """Schedules by name.
 
-A generator is a pure function `(pp, num_microbatches, **options) -> Schedule` in a module of
+A generator is a pure function `(pp, num_microbatches, **options) -> Schedule` in a module in
 `generators/`, decorated with `@register`. If `free_chunks` is set, the third argument is the number
 of chunks. If `needs_costs` is set, the last argument is the costs. `plan`, `plot` and the tests
-that cover all schedules look generators up here, so no other registration is needed. See
+that cover all schedules look up generators here, so no other registration is needed. See
 docs/adding-a-schedule.md.
 """
 
@@ -24,8 +24,9 @@ from megatron_ext.schedules.table.table_change import take_table_changes
 
 CSV_PREFIX = "csv:"
 SLICED_BY_LENGTH = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
-"""Schedules that support slices by length, because their tables are fast to generate."""
-# Without these limits, plan, plot and doctor would never finish for absurdly large sizes.
+"""Schedules that support slices by length. Their tables are fast to generate."""
+# Without these limits, plan, plot and doctor would never finish for absurdly large
+# sizes.
 MAX_RANKS = 4096
 MAX_PASSES = 1 << 21
 """Maximum number of forward passes in a table. Generating a table of this size takes about ten
@@ -43,27 +44,27 @@ class Generator:
     name: str
     build: Build
     num_chunks: int = 1
-    """Default number of stages on each rank."""
+    """Default number of stages per rank."""
     free_chunks: bool = False
     """Whether the user may choose the number of chunks, which must be at least 2."""
     options: Mapping[str, tuple[Option, ...]] = field(default_factory=dict)
-    """The values of each additional option, starting with the default."""
+    """The possible values of every additional option, default first."""
     variants: tuple[Mapping[str, Option], ...] = ({},)
-    """Options (and `chunks`) for each variant shown when all schedules are compared."""
+    """The options (and `chunks`) of every variant shown when all schedules are compared."""
     twins: int = 1
     """2 if two mirrored pipelines share the ranks, each running half of the micro-batches."""
     pairs: bool = False
-    """Whether forward and backward passes already alternate, so that pairs only need to be
+    """Whether forward and backward passes already alternate, in which case pairs only need to be
     marked."""
     needs_costs: bool = False
-    """Whether the table depends on costs. If so, the generator takes them as its last argument."""
+    """Whether the table depends on costs. If so, they are the generator's last argument."""
     listed: bool = True
     """Whether `--pipeline-schedule` accepts the schedule and comparisons of all schedules include
     it."""
     searches: Callable[[int, int], bool] = lambda _pp, _num_microbatches: False
     """Takes (ranks, micro-batches) and returns whether a search produces the table."""
     flags: str | None = None
-    """Training flags that select the schedule, with `{chunks}` filled in. If None, the flag is
+    """Training flags that select the schedule, with a `{chunks}` placeholder. If None, the flag is
     `--pipeline-schedule NAME`."""
 
     def complete(
@@ -74,11 +75,11 @@ class Generator:
         Raises:
             ScheduleError: An option or a value does not exist.
         """
-        # Users may specify the number of chunks even if it is fixed.
+        # The number of chunks may be specified even if it is fixed.
         if chunks not in (None, self.num_chunks) and not self.free_chunks:
             raise ScheduleError(
-                f"{self.name} always splits the model into {self.num_chunks} stages for each rank, "
-                f"not --chunks {chunks}; leave --chunks out, or use interleaved"
+                f"{self.name} always splits the model into {self.num_chunks} stages per rank, not "
+                f"--chunks {chunks}; leave --chunks out, or use interleaved"
             )
         if self.free_chunks and chunks is not None and chunks < 2:
             raise ScheduleError(
@@ -104,7 +105,7 @@ class Generator:
         return f"--{self.name}-{key}"
 
 
-# By name. Generators in this package and in plug-ins are registered here on import.
+# By name. Generators from this package and from plug-ins are registered here on import.
 _GENERATORS: dict[str, Generator] = {}
 
 
@@ -125,7 +126,7 @@ def register(name: str, **settings: Any) -> Callable[[Build], Build]:
 
 @cache
 def _load_generators() -> None:
-    # Import on first look-up, because the generator modules import this module.
+    # Import on first lookup, because the generator modules import this module.
     from megatron_ext.schedules import generators as package
 
     for module in pkgutil.iter_modules(package.__path__):
@@ -133,12 +134,13 @@ def _load_generators() -> None:
 
 
 def registered(*, unlisted: bool = False) -> dict[str, Generator]:
-    """Return the generators, by name.
+    """Return the generators by name.
 
-    If `unlisted` is set, the result includes generators that `--pipeline-schedule` does not accept.
+    If `unlisted` is set, include generators that `--pipeline-schedule` does not accept.
     """
     _load_generators()
-    # Sort the names, because plug-ins register in import order, which differs between programs.
+    # Sort by name, because plug-ins register in import order, which differs between
+    # programs.
     generators = {}
     for name, generator in sorted(_GENERATORS.items()):
         if generator.listed or unlisted:
@@ -183,17 +185,17 @@ def generate(
 
     Args:
         name: A registered name, or `csv:` and a path.
-        pp: Number of ranks in the pipeline world. For a file, this must equal the number of rows.
-        num_microbatches: Number of micro-batches that these ranks run in one step. For a file, this
-            must equal the number in the file.
-        chunks: Number of stages on each rank, if the schedule lets the user choose it.
-        costs: Durations for which generators with `needs_costs`, and features, optimise the table.
+        pp: Number of ranks in the pipeline world. For a file, this must match the number of rows.
+        num_microbatches: Number of micro-batches that these ranks run per step. For a file, this
+            must match the number in the file.
+        chunks: Number of stages per rank, if the schedule lets the user choose it.
+        costs: Durations that features and generators with `needs_costs` optimise the table for.
         options: Options for the generator and for features (`feature_list.TABLES`), such as
             `slices=4` or `pairs=True`.
 
     Raises:
         ScheduleError: No table exists for these sizes; the message states the rule and suggests
-        sizes that work.
+            sizes that work.
     """
     changes = take_table_changes(options)
     if name.startswith(CSV_PREFIX):
@@ -211,8 +213,8 @@ def generate(
         raise ScheduleError(f"{name} needs both pp and num_microbatches; give both")
     _check_size("pp", pp)
     _check_size("the number of micro-batches", num_microbatches)
-    # Features such as slices change the number of passes. The generator treats each pass as a whole
-    # micro-batch.
+    # Features such as slices change the number of passes. The generator treats every
+    # pass as a whole micro-batch.
     num_passes = num_microbatches
     for change in changes:
         change.check(name)
@@ -228,13 +230,14 @@ def generate(
     if generator.free_chunks:
         arguments.append(num_chunks)
     if generator.needs_costs:
-        # To the generator, each action therefore appears num_passes / num_microbatches times too
-        # long, so scale the latency by the same factor. Drop `slice_scale`, because it refers to
-        # the micro-batches of the data, while the generator's micro-batches are slices.
+        # To the generator, actions therefore appear to take num_passes /
+        # num_microbatches times too long, so scale the latency by the same factor. Drop
+        # `slice_scale`, because it refers to the data's micro-batches, while the
+        # generator's micro-batches are slices.
         latency = costs.latency * num_passes / num_microbatches
         arguments.append(replace(costs, latency=latency, slice_scale=()))
     if generator.searches(pp, num_passes):
-        # The cache needs arguments that can be hashed, so convert them to tuples.
+        # The cache needs hashable arguments, so convert them to tuples.
         schedule = _searched(
             generator.build, tuple(arguments), tuple(complete_options.items())
         )
@@ -245,8 +248,8 @@ def generate(
     return schedule
 
 
-# Choosing a schedule already generates its table, and training then needs the same table. The cache
-# is small, because a table may take 100 MB.
+# Choosing a schedule already generates its table, and training then needs the same
+# table. The cache is small because a table may take 100 MB.
 @lru_cache(maxsize=2)
 def _searched(
     build: Build,
@@ -295,13 +298,13 @@ def _check_bounds(
     *,
     has_slices: bool,
 ) -> None:
-    """Check that generating, validating and simulating a table takes only seconds."""
+    """Check that it takes only seconds to generate, validate and simulate a table."""
     if pp > MAX_RANKS:
         raise ScheduleError(
             f"a pipeline of {pp} ranks is longer than the maximum of {MAX_RANKS}; use at most "
             f"{MAX_RANKS}"
         )
-    # The table with twins covers half of the ranks and half of the micro-batches.
+    # With twins, the table covers half of the ranks and half of the micro-batches.
     passes = pp * chunks // generator.twins * (num_microbatches // generator.twins)
     max_passes = MAX_PASSES
     if generator.searches(pp, num_microbatches):
@@ -313,7 +316,7 @@ def _check_bounds(
             remedy = "use fewer micro-batches or slices (--pipeline-slices lower, or "
             remedy += "--pipeline-slice-tokens higher)"
         raise ScheduleError(
-            f"{generator.name} with {pp} ranks, {chunks} stages on each and {num_microbatches} "
-            f"{unit} needs {passes} forward passes, more than a table's maximum of {max_passes}; "
-            f"{remedy}; beyond about 4 x pp micro-batches the bubble stays the same"
+            f"{generator.name} with {pp} ranks, {chunks} stages per rank and {num_microbatches} "
+            f"{unit} needs {passes} forward passes, but a table is limited to {max_passes}; "
+            f"{remedy}; beyond about 4 x pp micro-batches, the bubble stays the same"
         )

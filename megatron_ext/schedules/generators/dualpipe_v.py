@@ -1,9 +1,9 @@
 """DualPipeV: DualPipe folded into a V, so that weights are stored once.
 
-Forward passes on one chunk alternate with backward passes on the other chunk, F B F B, so that an
-executor can overlap the communication of each pass with the computation of the other. Backward
-passes are split only while the pipeline fills and drains. In this table, a forward and a backward
-pass are separate actions, and each of them sends its result as soon as it finishes.
+Forward passes on one chunk alternate with backward passes on the other, F B F B, so that an
+executor can overlap one pass's communication with the other's computation. Backward passes are
+split only while the pipeline fills and drains. In this table, forward and backward passes are
+separate actions, each of which sends its result as soon as it finishes.
 
 Code: deepseek-ai/DualPipe; idea: DeepSeek-V3 technical report, 2024 (arXiv 2412.19437).
 
@@ -19,7 +19,7 @@ dualpipe-v chunks=2 overlap=False: pp 4, m 8, makespan 25.5, bubble 1.5 (5.9 %),
 3|f7 B3--- b4--- B4--- b5--- B5--- i6 I6 i7 I7 w6 W6 w7 W7
 
 Bubble: (pp - 1)Tf / 2 for m >= 2pp at Tf = Tb = Tw. Activations: pp + 1/2 on every rank.
-With fewer than 2pp micro-batches, the table for 2pp is generated and the surplus is removed.
+For fewer than 2pp micro-batches, the table for 2pp is generated and the surplus is removed.
 Gradients are summed in micro-batch order, as without a pipeline.
 """
 
@@ -52,20 +52,20 @@ def _step_list(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
     """Return the published steps for one rank, which runs at least 2pp micro-batches."""
     below = pp - 1 - rank
     half = (rank + 1) // 2
-    # The number of full backward passes depends on whether the rank is even or odd, as in the
-    # published code.
+    # As in the published code, the number of full backward passes depends on whether
+    # the rank is even or odd.
     if rank % 2:
         turn = [("B1 B0", half), ("I1 I0", rank + 1 - half)]
     else:
         turn = [("B1 B0", half), ("B1 I0", 1), ("I1 I0", rank - half)]
     phases = (
-        # Steps 1 to 3 of the published code: forward passes fill the V, and the first I actions run
-        # early.
+        # Steps 1 to 3 in the published code: forward passes fill the V, and the first I
+        # actions run early.
         ("F0", 2 * below),
         ("F0 F1", rank + 1),
         ("I1 W F1", below),
-        # Step 4, the steady phase: each forward pass is followed by a backward pass on the other
-        # chunk.
+        # Step 4, the steady phase: every forward pass is followed by a backward pass on
+        # the other chunk.
         ("F0 B1 F1 B0", num_microbatches - 2 * pp + rank + 1),
         # Steps 5 to 8, the cool-down: from the second half of step 6 on, backward passes are split.
         ("B1 F1 B0", below),

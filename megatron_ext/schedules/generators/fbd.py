@@ -6,9 +6,9 @@ stages in reverse. There, R repeats the forward pass, this time recording an aut
 runs the backward pass, so only one micro-batch's activations are alive at a time. No rank needs the
 last stage's output, so the last forward rank idles.
 
-With `activations=ship`, a forward rank sends the saved input of each layer, and B recomputes each
-layer just before that layer's backward pass; R takes no time. All forward ranks then do useful
-work, and a backward rank keeps activations for a single layer instead of a whole stage.
+With `activations=ship`, forward ranks send every layer's saved input, and B recomputes each layer
+just before that layer's backward pass, so R takes no time. All forward ranks then do useful work,
+and backward ranks keep the activations of a single layer instead of an entire stage.
 
 Idea: the forward pass/backward disaggregation in MegatronApp.
 
@@ -39,7 +39,7 @@ from megatron_ext.schedules.table.actions import Action, Row, Schedule
     flags="--forward-backward-disaggregating",
 )
 def fbd(pp: int, num_microbatches: int, activations: str = "recompute") -> Schedule:
-    """Return the table for both roles: `pp` ranks, half of which run forward passes.
+    """Return the table for both roles. Half of the `pp` ranks run forward passes.
 
     Raises:
         ScheduleError: pp is odd.
@@ -47,8 +47,8 @@ def fbd(pp: int, num_microbatches: int, activations: str = "recompute") -> Sched
     if pp % 2:
         near = f"{pp - 1} or {pp + 1}" if pp > 1 else "2"
         raise ScheduleError(
-            f"fbd has a forward rank and a backward rank for each stage, so pp must be even, got "
-            f"{pp}; use {near}"
+            f"fbd has a forward rank and a backward rank per stage, so pp must be even, got {pp}; "
+            f"use {near}"
         )
     stages = range(pp // 2)
     microbatches = range(num_microbatches)

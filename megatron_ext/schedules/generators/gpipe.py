@@ -1,7 +1,7 @@
 """GPipe: all forward passes, then all backward passes.
 
-This is the simplest pipeline. It needs the most memory, because the activations of all
-micro-batches are alive at the end of the last forward pass.
+This is the simplest pipeline and needs the most memory, because all micro-batches' activations are
+alive at the end of the last forward pass.
 
 Paper: Huang et al., GPipe, 2019 (arXiv 1811.06965).
 

@@ -1,8 +1,8 @@
-"""Interleaved 1F1B: v model chunks on each rank, so that the pipeline fills v times as fast.
+"""Interleaved 1F1B: v model chunks per rank, so that the pipeline fills v times as fast.
 
-Rank r holds the stages r, pp + r, 2pp + r, ... Micro-batches circulate in groups of pp. The bubble
-is v times smaller than 1F1B's, but v times as many messages are sent, and more activations are
-alive. This is Megatron's order, without the extra warm-up for overlapped communication.
+Rank r holds stages r, pp + r, 2pp + r, ... Micro-batches circulate in groups of pp. The bubble is v
+times smaller than 1F1B's, but v times as many messages are sent, and more activations are alive.
+This is Megatron's order without the extra warm-up for overlapped communication.
 
 Paper: Narayanan et al., Efficient Large-Scale Language Model Training, 2021 (arXiv 2104.04473).
 
@@ -12,7 +12,7 @@ interleaved chunks=2: pp 4, m 4, makespan 16.5, bubble 4.5 (27.3 %), peak 4
 2|.  .  F0 F1 F2 F3 f0 f1 f2 .  b0--- f3 b1--- .  b2--- .  b3--- B0--- B1--- B2--- B3--- .  .  .  .
 3|.  .  .  F0 F1 F2 F3 f0 b0--- f1 b1--- f2 b2--- f3 b3--- B0--- B1--- B2--- B3--- .  .  .  .  .  .
 
-If pp does not divide m, the table is generated for whole groups and the surplus micro-batches are
+If pp does not divide m, the table is generated for whole groups, and the surplus micro-batches are
 removed from the last group.
 
 Bubble: (pp - 1)(Tf + Tb + Tw) / v for m = k pp.
@@ -59,7 +59,7 @@ def interleaved(pp: int, num_microbatches: int, num_chunks: int) -> Schedule:
 def _row(
     rank: int, pp: int, num_microbatches: int, num_chunks: int
 ) -> tuple[Action, ...]:
-    """Return the order for one rank; the number of micro-batches is a multiple of pp."""
+    """Return the order for one rank. The number of micro-batches must be a multiple of pp."""
     stages = range(rank, pp * num_chunks, pp)
     forwards: list[Action] = []
     backwards: list[Action] = []
@@ -69,8 +69,8 @@ def _row(
             forwards += [Action(stage, "F", i) for i in group]
         for stage in reversed(stages):
             backwards += [Action(stage, "B", i) for i in group]
-    # A round of pp forward passes for each chunk except the last, plus two forward passes for each
-    # rank below. One of these two runs while the last chunk's first micro-batch travels down the
-    # ranks, and the other one while its gradient travels back.
+    # One round of pp forward passes per chunk except the last, plus two forward passes
+    # per rank below. One of these two runs while the last chunk's first micro-batch
+    # travels down the ranks, the other while its gradient travels back.
     warm_up = 2 * (pp - 1 - rank) + (num_chunks - 1) * pp
     return alternate(forwards, backwards, min(warm_up, len(forwards)))

@@ -1,8 +1,8 @@
-"""1F1B: each micro-batch starts its backward pass early, which frees its activations.
+"""1F1B: every micro-batch starts its backward pass early, which frees its activations.
 
 Rank r runs pp - 1 - r forward passes first, then alternates between one forward pass and one
-backward pass. The bubble is the same as GPipe's, but the number of live activations is bounded by
-the pipeline depth. This is Megatron's schedule without interleaving.
+backward pass. The bubble is the same as GPipe's, but the pipeline depth bounds the number of live
+activations. This is Megatron's schedule without interleaving.
 
 Paper: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021 (arXiv 2006.09503).
 
@@ -31,8 +31,8 @@ def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
     for rank in range(pp):
         forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
         backwards = [Action(rank, "B", i) for i in range(num_microbatches)]
-        # Run one forward pass for each rank below this one. After these, the first gradient is on
-        # its way back.
+        # Run one forward pass for every rank below this one. By then, the first
+        # gradient is on its way back.
         warm_up = min(pp - 1 - rank, num_microbatches)
         rows.append(alternate(forwards, backwards, warm_up))
     return Schedule("1f1b", placement.linear(pp), num_microbatches, tuple(rows))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
 ) -> tuple[Action, ...]:
-    """Return `warm_up` forward passes, then forward and backward passes in turn."""
+    """Return `warm_up` forward passes, then alternating forward and backward passes."""
     row = list(forwards[:warm_up])
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         row += (forward, backward)
@@ -27,9 +27,9 @@ def alternate(
 def shortened(rows: Sequence[Row], num_microbatches: int) -> tuple[Row, ...]:
     """Return the rows of a longer table, truncated to its first micro-batches.
 
-    Actions of different micro-batches depend on each other only through their order on a rank. So
-    if the longer table completes, the shortened table does too. The shortened table keeps the order
-    of the actions and needs no more activations.
+    Actions of different micro-batches depend on each other only through their order on a rank, so
+    if the longer table completes, so does the shortened one. The shortened table preserves the
+    order of the actions and needs no more activations.
     """
     shorter = []
     for row in rows:
@@ -45,14 +45,14 @@ def expand(
     """Return the row that a list of phases describes.
 
     Args:
-        phases: Steps, each with a repeat count. A step names a kind and a chunk, as in `F0 I1 W1`,
-            and runs the next micro-batch of this kind on that chunk. `W` alone runs the W for the
-            oldest pending I on any chunk.
-        stages: The stage number of each chunk.
+        phases: Steps and how often to repeat them. A step such as `F0` or `I1` names a kind and a
+            chunk and runs this kind for the chunk's next micro-batch. A step with only `W` runs the
+            W for the oldest pending I on any chunk.
+        stages: The stage number of every chunk.
     """
     # By counter (`_Step`): the number of micro-batches that have run so far.
     counts: Counter[str] = Counter()
-    # The pending W for each I that has run, oldest first.
+    # The pending W of every I that has run, oldest first.
     weights: deque[Action] = deque()
     row: list[Action] = []
     for steps, repeats in phases:
@@ -71,18 +71,18 @@ def expand(
     return tuple(row)
 
 
-# This is a plain tuple, because `expand` unpacks one tuple for each of millions of actions, and
-# named tuples are slower.
+# This is a plain tuple, because `expand` unpacks one for each of millions of actions,
+# and named tuples are slower.
 _Step = tuple["Kind", int, str]
-"""(kind, stage, counter). Steps that share a counter take the micro-batches in turn."""
+"""(kind, stage, counter). Steps that share a counter take turns with the micro-batches."""
 
 
 def _parsed(step: str, stages: Sequence[int]) -> _Step | None:
-    """Parse one step of a phase. None stands for the oldest pending W."""
+    """Parse a step in a phase. None stands for the oldest pending W."""
     if step == "W":
         return None
     kind = step[0]
     chunk = int(step[1:])
-    # B and I share one counter, because each micro-batch runs either B or I on a chunk.
+    # B and I share a counter, because every micro-batch runs either B or I on a chunk.
     counter = step.replace("I", "B")
     return kind, stages[chunk], counter  # type: ignore[return-value]

@@ -1,8 +1,8 @@
 """V-Half: ZB-V's placement with half of its activation memory.
 
 The paper repeats a building block in which a micro-batch stays alive half as long as in 1F1B. Here,
-a greedy search (greedy.py) orders the actions under the same cap on activations. The tables that it
-finds are shorter than those built from the repeated block.
+a greedy search (greedy.py) orders the actions under the same activation cap. The resulting tables
+are shorter than those built from the repeated block.
 
 Paper: Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv 2405.15362).
 
@@ -12,9 +12,9 @@ v-half chunks=2: pp 4, m 4, makespan 15.5, bubble 3.5 (22.6 %), peak 3
 2|.  .  F0 F1 F2 f0 F3 f1 .  .  i0 w0 i1 I0 f2 I1 W0 W1 w1 f3 i2 w2 .  I2 i3 W2 w3 I3 W3 .  .
 3|.  .  .  F0 f0 F1 f1 F2 f2 .  .  i0 I0 i1 I1 W0 F3 W1 f3 w0 w1 i2 I2 W2 w2 i3 I3 W3 w3 .  .
 
-Bubble: there is no closed form; at Tf = Tb = Tw, for m = pp, 2pp, 4pp and pp <= 16, it is at most
-half of 1F1B's. Activations: at most min((pp + 2) / 2, m). Gradients are summed in micro-batch
-order, as without a pipeline.
+Bubble: no closed form; at Tf = Tb = Tw, for m = pp, 2pp, 4pp and pp <= 16, it is at most half of
+1F1B's. Activations: at most min((pp + 2) / 2, m). Gradients are summed in micro-batch order, as
+without a pipeline.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """ZB-H1: only input gradients are urgent; weight gradients fill the bubble.
 
-This is 1F1B with its backward pass split into I, which the previous stage waits for, and W, which
-no rank waits for. F and I run in 1F1B's order. W runs when memory requires it, or else at the end
-of the step, where 1F1B would idle.
+This is 1F1B with the backward pass split into I, which the previous stage waits for, and W, which
+no rank waits for. F and I run in 1F1B's order. W runs when memory requires it, and otherwise at the
+end of the step, where 1F1B would idle.
 
 Paper: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241).
 
@@ -41,8 +41,8 @@ def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
         row.append(action)
         if action.kind == "F":
             num_forwards += 1
-        # A stage keeps the activations of at most pp micro-batches. After the last forward pass, W
-        # delays nothing urgent.
+        # A stage keeps activations for at most pp micro-batches. After the last forward
+        # pass, W delays nothing urgent.
         elif num_forwards - num_weights >= pp or num_forwards == num_microbatches:
             row.append(Action(rank, "W", num_weights))
             num_weights += 1

@@ -1,10 +1,10 @@
-"""ZB-V: two chunks on each rank, laid out as a V, with split backward passes.
+"""ZB-V: two chunks per rank, laid out as a V, with split backward passes.
 
-The stages go down the ranks and back up, so rank 0 holds the first and the last stage, and the turn
-at the last rank needs no message. Every rank keeps the same amount of activations. For m >= 2pp,
-each rank works without a gap from its first to its last action, so the only bubble comes from the
-staggered start. With few micro-batches the published order has gaps. In that case, a search
-(greedy.py) also produces a table, and the shorter of the two is used.
+The stages go down the ranks and back up, so rank 0 holds both the first and the last stage, and the
+turn at the last rank needs no message. Every rank keeps the same amount of activations. For m >=
+2pp, every rank works without a gap from its first to its last action, so the only bubble comes from
+the staggered start. With few micro-batches, the published order has gaps. In that case, a search
+(greedy.py) produces a table as well, and the shorter of the two is used.
 
 Paper: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241), section 6.
 
@@ -15,8 +15,8 @@ zb-v chunks=2: pp 4, m 4, makespan 13.5, bubble 1.5 (11.1 %), peak 4
 3|.  .  .  F0 f0 F1 f1 F2 f2 F3 f3 i0 I0 i1 I1 i2 I2 i3 I3 W0 W1 W2 W3 w0 w1 w2 w3
 
 Bubble: (pp - 1)Tf / 2 at Tf = Tb = Tw, for m >= pp. No table with this placement has a smaller
-bubble: the last rank cannot start earlier. Activations: min(pp, m) on every rank. Gradients are
-summed in micro-batch order, as without a pipeline.
+bubble, because the last rank cannot start earlier. Activations: min(pp, m) on every rank. Gradients
+are summed in micro-batch order, as without a pipeline.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     problem = Problem(placement.v(pp), num_microbatches, cap=2 * pp, costs=costs)
     variants = [Variant()]
     if num_microbatches > pp:
-        # The cap admits most of the step's micro-batches but not all of them. Running I before F
-        # then leaves a gap at the end (greedy.py).
+        # The cap admits most but not all of the step's micro-batches. Running I before
+        # F then leaves a gap at the end (greedy.py).
         variants.insert(0, Variant(forwards_first=True))
     for limit in spread(pp // 2 + 1, pp):
         variants.append(Variant(limit))
@@ -56,7 +56,7 @@ def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     if num_microbatches <= pp:
         return searched
     published = _table(pp, num_microbatches, _published_rows(pp, num_microbatches))
-    # With unequal costs or latencies, either table may be shorter.
+    # If costs or latencies are unequal, either table may be the shorter one.
     return min(searched, published, key=lambda table: simulate(table, costs).makespan)
 
 
@@ -66,7 +66,7 @@ def _table(pp: int, num_microbatches: int, rows: Rows) -> Schedule:
 
 def _published_rows(pp: int, num_microbatches: int) -> Rows:
     """Return the published order for all ranks."""
-    # The phases need at least 2pp - 1 micro-batches. For fewer micro-batches, shorten the table for
+    # The phases need at least 2pp - 1 micro-batches. For fewer, shorten the table for
     # 2pp - 1.
     published = max(num_microbatches, 2 * pp - 1)
     rows = tuple(_row(rank, pp, published) for rank in range(pp))

@@ -1,1 +1,1 @@
-"""Table simulation, policies for dynamic orders, and searches for better orders."""
+"""Table simulation, policies for dynamic orders, and the search for better orders."""

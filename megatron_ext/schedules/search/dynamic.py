@@ -1,7 +1,7 @@
 """Simulates a step with a dynamic order, event by event.
 
-This is the counterpart to `simulate.py`, and uses the same costs. In `simulate.py`, the table fixes
-the order. Here, policies choose the order as time advances.
+This is the counterpart to `simulate.py` and uses the same costs. In `simulate.py`, the table fixes
+the order, whereas here, policies choose it as time advances.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 
 class _RankEvent(NamedTuple):
-    """An event on a rank. At equal times, arrivals sort first."""
+    """An event on a rank. Arrivals sort before choices at the same time."""
 
     time: float
     chooses: bool
-    """Whether the rank chooses an action; if not, a message arrives."""
+    """Whether the rank chooses an action. If not, a message arrives."""
     rank: int
     arrival: Message | None = None
-    """A tensor (F or B, receiving stage, micro-batch), or its launch notice."""
+    """A tensor (F or B, receiving stage, micro-batch) or its launch notice."""
 
 
 def simulate_dynamic(
     schedule: Schedule, policies: Callable[[int], Policy], costs: Costs = UNIT
 ) -> Timeline:
-    """Return the timeline of a step in which each rank's policy chooses its order.
+    """Return the timeline of a step in which every rank's policy chooses the rank's order.
 
     Args:
-        schedule: The table with the actions to run.
+        schedule: The table that contains the actions to run.
         policies: Creates a rank's policy for one step.
         costs: Durations of actions and latencies of links.
 
@@ -57,10 +57,10 @@ def simulate_dynamic(
 
 
 class _DynamicStep:
-    """One simulated step: the ranks, their policies, and the pending events.
+    """A simulated step: the ranks, their policies and the pending events.
 
     If launches take time, a device runs behind its host. As in `runtime/ordering.py`, if the policy
-    looks ahead, the host chooses the next action while the last one is still running; otherwise, it
+    looks ahead, the host chooses the next action while the last one is still running. Otherwise, it
     chooses after the last one has finished. The next rank is notified of a launch immediately, as
     between devices on the same host (`transport/direct.py`).
     """
@@ -75,15 +75,15 @@ class _DynamicStep:
         ranks = range(len(schedule.rows))
         # By rank: the actions that have run so far, in order.
         self._rows: list[list[Action]] = [[] for _ in ranks]
-        # By rank: the positions in that order at which a pair starts.
+        # By rank: the positions in that order where a pair starts.
         self._pairs: list[set[int]] = [set() for _ in ranks]
         # By rank: the table positions of the running action or pair.
         self._running: list[Sequence[int]] = [() for _ in ranks]
-        # By rank: the time from which its host may choose again.
+        # By rank: when its host may choose again.
         self._host_free = [0.0 for _ in ranks]
         # By tensor: its past or future arrival time.
         self._arrivals: dict[Message, float] = {}
-        # Heap of pending events. At the start, every rank makes a choice.
+        # Heap of pending events. Every rank starts by making a choice.
         self._events = [_RankEvent(0.0, True, rank) for rank in ranks]
         for policy in policies:
             policy.progress.hears_launches = bool(costs.launch)
@@ -94,26 +94,26 @@ class _DynamicStep:
             now, chooses, rank, arrival = heapq.heappop(self._events)
             if arrival is not None:
                 self._policies[rank].progress.arrived(arrival)
-            # While the host is busy, ignore events; a later event wakes the rank.
+            # Ignore events while the host is busy. A later event wakes the rank.
             if now < self._host_free[rank]:
                 continue
             if chooses:
                 self._wake(rank, now)
             else:
-                # Queue a choice after all arrivals at this time, so that the rank knows about all
-                # of them.
+                # Process everything that arrives at this time before the rank makes a
+                # choice.
                 self._push(now, rank)
 
     def timeline(self) -> Timeline:
         """Return the step's timeline.
 
         Raises:
-            ScheduleError: Some actions have not run.
+            ScheduleError: Some actions did not run.
         """
         num_left = sum(policy.progress.num_left for policy in self._policies)
         if num_left:
             raise ScheduleError(
-                f"the policies of {self._schedule.label} left {num_left} actions"
+                f"the policies for {self._schedule.label} never chose {num_left} actions"
             )
         pairs: tuple[frozenset[int], ...] = ()
         if any(self._pairs):
@@ -125,7 +125,7 @@ class _DynamicStep:
         )
 
     def _push(self, time: float, rank: int, arrival: Message | None = None) -> None:
-        """Queue a message's arrival or, without a message, a time at which a rank may choose."""
+        """Queue a message's arrival or, without a message, a time when a rank may choose."""
         heapq.heappush(self._events, _RankEvent(time, arrival is None, rank, arrival))
 
     def _wake(self, rank: int, now: float) -> None:
@@ -138,8 +138,8 @@ class _DynamicStep:
             # The host becomes free when the previous action ends, which is when this action starts.
             policy.progress.began()
         self._running[rank] = ()
-        # Wait for the head of the table as long as the policy requires, unless the choice is
-        # certain while the device is still busy.
+        # Wait for the head of the table as long as the policy requires, unless the
+        # choice is already certain while the device is still busy.
         patient_until = device_free + policy.wait()
         if now < patient_until and not (now < device_free and policy.looks_ahead()):
             self._push(patient_until, rank)
@@ -150,14 +150,15 @@ class _DynamicStep:
             self._start(rank, now, device_free)
 
     def _start(self, rank: int, now: float, device_free: float) -> None:
-        """Start the action that a rank has chosen, or both actions in a pair."""
+        """Start the action or pair that a rank has chosen."""
         row = self._policies[rank].progress.row
         actions = [row[position] for position in self._running[rank]]
         launched = now + self._costs.launch
         begin = max(launched, device_free)
         for action in actions:
             if action.kind != "W":
-                # If there is no entry, the tensor arrived before the rank made its choice.
+                # No entry means that the tensor arrived before the rank made its
+                # choice.
                 begin = max(begin, self._arrivals.get(tensor_of(action), 0.0))
         end = self._clock.run(rank, begin, *actions)
         if len(actions) == 2:
@@ -165,14 +166,14 @@ class _DynamicStep:
         self._rows[rank] += actions
         for action in actions:
             self._send(action, rank, launched, end)
-        # If launches take time, the host may launch one action ahead once the previous action has
-        # finished.
+        # If launches take time, the host may launch one action ahead as soon as the
+        # previous one has finished.
         previous_end = device_free if self._costs.launch else end
         self._host_free[rank] = max(launched, previous_end)
         self._push(self._host_free[rank], rank)
 
     def _send(self, action: Action, rank: int, launched: float, end: float) -> None:
-        """Queue the arrival of an action's results on the ranks that need them."""
+        """Queue the arrival of an action's results at the ranks that need them."""
         targets = []
         for target in self._schedule.feeds(action):
             if self._schedule.travels(action, target):
@@ -185,7 +186,8 @@ class _DynamicStep:
             noticed = arrival
             if self._costs.launch:
                 if target_rank == rank:
-                    # Any action launched later on the same rank can use the result.
+                    # Every action that is launched later on the same rank can use the
+                    # result.
                     noticed = launched
                 else:
                     self._arrivals[message] = arrival

@@ -1,12 +1,12 @@
 """A greedy list scheduler for split backward passes with a cap on activations.
 
 The scheduler fills the timeline from the start. An idle rank starts the highest-priority action
-whose inputs have arrived. I takes precedence over F, and F takes precedence over W, so W fills
-gaps, and otherwise runs only if the cap allows nothing else.
+whose inputs have arrived. I takes precedence over F, and F over W, so W fills gaps and otherwise
+runs only if the cap allows nothing else.
 
-If the cap admits most but not all micro-batches in a step, this order delays the last few until no
-I remains, which leaves a gap at the end. For that case, `Variant.forwards_first` runs F before I.
-If the cap forbids an F, that variant first runs the W that makes room.
+If the cap admits most but not all of a step's micro-batches, this order delays the last few until
+no I remains, which leaves a gap at the end. For this case, `Variant.forwards_first` runs F before
+I. If the cap forbids an F, that variant first runs the W that makes room for it.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 Rows = tuple[tuple[Action, ...], ...]
 Key = tuple[int, int, int, int]
 
-# Maximum number of actions that one search places while it compares variants. A search of this size
-# takes about 20 seconds.
+# Maximum number of actions that a search places while comparing variants. A search of
+# this size takes about 20 seconds.
 _MAX_PLACED = 2_000_000
-# Number of micro-batches per rank in the short table that a search uses to compare limits for
-# longer tables.
+# For long tables, a search compares limits on a short table with this many
+# micro-batches per rank.
 _PILOT_ROUNDS = 4
 
 
 def _priority(action: Action) -> Key:
-    """Return a sort key that orders backward passes, then F from deep to shallow stages, then W."""
+    """Return a sort key: backward passes first, then F from deep to shallow stages, then W."""
     stage, kind, microbatch, slice_index = action
-    # The deepest forward pass is closest to its backward pass, which frees memory.
+    # The deepest forward pass is the closest to its backward pass, which frees memory.
     if kind == "F":
         return 1, -stage, microbatch, slice_index
-    # The backward passes of slices run in reverse order.
+    # Backward passes of slices run in reverse order.
     if kind == "W":
         return 2, stage, microbatch, -slice_index
     return 0, stage, microbatch, -slice_index
@@ -57,35 +57,36 @@ _TICKS = 10**6
 
 @dataclass(frozen=True)
 class Problem:
-    """A scheduling problem. It assumes equal stages and ignores jitter."""
+    """A scheduling problem. Assumes that all stages are the same size, and ignores jitter."""
 
     placement: Placement
     num_microbatches: int
     cap: float
-    """Maximum number of live activations on a rank, counted separately for each stage and
+    """Maximum number of live activations on a rank, counted separately per stage and
     micro-batch."""
     costs: Costs
     slices: tuple[float, ...] = (1.0,)
-    """The share of a micro-batch in each of its slices (`Schedule.slices`)."""
+    """Each slice's share of a micro-batch (`Schedule.slices`)."""
     backwards: tuple[Kind, ...] = ("I", "W")
-    """The kinds of actions that make up a backward pass; empty for evaluation."""
+    """The kinds of actions that make up a backward pass. Empty for evaluation."""
     slice_sizes: SliceSizes = ()
     """Slice sizes by micro-batch, if they differ (`Schedule.slice_sizes`)."""
 
     @property
     def num_slices(self) -> int:
-        """Total number of slices in all micro-batches."""
+        """Total number of slices across all micro-batches."""
         return sum(map(len, self.slice_sizes)) or self.num_microbatches * len(
             self.slices
         )
 
     def sizes_of(self, microbatch: int) -> tuple[float, ...]:
-        """Return the sizes of a micro-batch's slices."""
+        """Return the sizes of the slices in a micro-batch."""
         return self.slice_sizes[microbatch] if self.slice_sizes else self.slices
 
     def durations_of(self, microbatch: int) -> dict[Kind, list[int]]:
-        """Return how many ticks each kind of action takes on one stage, by slice."""
-        # Costs apply to 1/pp of the model. A stage is num_ranks * twins / num_stages of that share.
+        """Return how many ticks every kind of action takes on one stage, by slice."""
+        # Costs apply to 1/pp of the model. A stage is num_ranks * twins / num_stages of
+        # that.
         share = (
             self.placement.num_ranks * self.placement.twins / self.placement.num_stages
         )
@@ -105,7 +106,7 @@ class Problem:
 
     @property
     def delays(self) -> list[int]:
-        """Latency in ticks between adjacent stages, indexed by the lower stage."""
+        """Latencies between adjacent stages in ticks, indexed by the lower stage."""
         latency = round(self.costs.latency * _TICKS)
         delays = []
         for hop in self.placement.hops:
@@ -116,7 +117,7 @@ class Problem:
     def bound(self) -> int:
         """A lower bound on the makespan: the last rank's start time plus all of its work."""
         num_ranks = self.placement.num_ranks
-        # The first micro-batch passes through one stage on each rank before the last one.
+        # The first micro-batch passes through one stage on every rank before the last.
         forward = self.durations_of(0)["F"][0]
         delays = self.delays[: num_ranks - 1]
         start = forward * (num_ranks - 1) + sum(delays)
@@ -134,15 +135,15 @@ class Variant(NamedTuple):
     """Parameters for one greedy run."""
 
     limit: int | None = None
-    """Maximum number of slices (or whole micro-batches) that may be between their first F and their
-    last I or B at the same time. None means no limit."""
+    """Maximum number of slices (or whole micro-batches) that may be between their first F and last
+    I or B at the same time. None means no limit."""
     forwards_first: bool = False
-    """Whether F runs before I. If so, once the cap is reached, W runs as soon as an F needs the
+    """Whether F runs before I. If so, W runs as soon as the cap is reached and an F needs the
     room."""
 
 
 def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
-    """Return the shortest table found by the greedy scheduler.
+    """Return the shortest table that the greedy scheduler finds.
 
     The search stops at the first variant that reaches the lower bound.
 
@@ -152,11 +153,12 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
     num_ranks = problem.placement.num_ranks
     surplus = max(0, problem.num_microbatches // num_ranks - _PILOT_ROUNDS) * num_ranks
     best = None
-    # If the micro-batches differ from each other, no shorter table can represent the long one.
+    # If the micro-batches differ from each other, no shorter table can represent the
+    # long one.
     if surplus and not problem.slice_sizes:
-        # Compare the variants on a short table, because comparing them on the long table would take
-        # too long. The pipeline reaches its steady state early, so the same limit is best for both
-        # tables.
+        # Compare the variants on a short table, because comparing them on the long one
+        # would take too long. The pipeline reaches its steady state early, so both
+        # tables have the same best limit.
         pilot = replace(problem, num_microbatches=problem.num_microbatches - surplus)
         best_of_pilot = _best(pilot, variants)
         if best_of_pilot is not None:
@@ -175,8 +177,8 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
     """Return the evaluation table: one F per stage and micro-batch, in ascending order.
 
     The table depends only on the placement, so it exists for any number of micro-batches, even if
-    the training schedule restricts that number. Each rank runs the deepest stage whose input has
-    arrived, so micro-batches in flight finish first, and few activations are alive.
+    the training schedule restricts that number. A rank always runs the deepest stage whose input
+    has arrived, so micro-batches in flight finish first and few activations are alive.
     """
     problem = Problem(placement, num_microbatches, math.inf, UNIT, backwards=())
     return Schedule(
@@ -187,18 +189,18 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
 def slots_for_forward(schedule: Schedule) -> int:
     """Return how many slots per edge (at least 2) a forward-only table needs to complete.
 
-    During training, the messages in flight are limited by the number of activations that ranks
-    keep. Evaluation keeps no activations, so senders wait for receivers instead. If there are as
-    many slots as the simulated run uses, no run deadlocks.
+    During training, the number of activations that ranks keep limits the messages in flight.
+    Evaluation keeps no activations, so senders wait for receivers instead. With as many slots as
+    the simulated run uses, no run deadlocks.
     """
-    # By stage: the link to the rank that receives its output, or None if the output stays on the
-    # rank.
+    # By stage: the link to the rank that receives its output, or None if the output
+    # stays on its rank.
     link_of: list[Link | None] = []
     for outputs in schedule.links["F"]:
         link = outputs[0].link if outputs else None
         link_of.append(link)
-    # At equal times, sort deep stages first, because they free a slot before an earlier stage fills
-    # it.
+    # At equal times, deep stages come first, because they free a slot before an earlier
+    # stage fills it.
     completions: list[tuple[float, int]] = []
     for row, ends in zip(schedule.rows, simulate(schedule).ends, strict=True):
         for action, end in zip(row, ends, strict=True):
@@ -221,24 +223,24 @@ def slots_for_forward(schedule: Schedule) -> int:
 def _best(problem: Problem, variants: Sequence[Variant]) -> _Attempt | None:
     best: _Attempt | None = None
     forwards = problem.placement.num_stages * problem.num_slices
-    # The variants differ in their limit on micro-batches in flight. There is no formula for the
-    # best limit, so try several limits, and fewer of them for long tables, to bound the search
-    # time. The factor of 3 is there because each forward pass comes with up to two backward
-    # actions.
+    # The variants differ in their limit on micro-batches in flight. There is no formula
+    # for the best limit, so try several limits, but fewer for long tables, to bound the
+    # search time. The factor of 3 accounts for the up to two backward actions per
+    # forward pass.
     max_attempts = max(1, _MAX_PLACED // (3 * forwards))
     step = math.ceil(len(variants) / max_attempts)
     for variant in variants[::step]:
         attempt = _Attempt(problem, variant)
         if attempt.run() and (best is None or attempt.makespan < best.makespan):
             best = attempt
-        # No table can be shorter, so stop searching.
+        # Stop if no table can be shorter.
         if best is not None and best.makespan <= problem.bound:
             break
     return best
 
 
 def spread(first: int, last: int) -> list[int]:
-    """Return the integers from first to last, or about ten of them if there are too many."""
+    """Return the integers from first to last, or only about ten of them if there are many."""
     return list(range(first, last + 1, 1 + (last - first) // 12))
 
 
@@ -246,29 +248,29 @@ Candidate = tuple[Key, Action]
 """(priority, action). The best candidate is at the top of its heap."""
 
 Choice = tuple[int, Key, Action]
-"""(time, priority, action). The time is the earliest start, or the actual start once the action has
-been chosen."""
+"""(time, priority, action). The time is the earliest start or, once the action has been chosen, the
+actual start."""
 
 
 @dataclass
 class _Rank:
-    """One rank's timeline so far, and its candidates.
+    """A rank's timeline so far and its candidates.
 
     Actions that became ready while the rank was busy wait in heaps sorted by priority. `future`
     holds the few actions that become ready after the rank is free again.
     """
 
     free: int = 0
-    """The tick at which the rank may start another action."""
+    """The tick at which the rank may start its next action."""
     live: float = 0
-    """Number of live activations on the rank, counted separately for each stage and micro-batch."""
+    """Number of live activations on the rank, counted separately per stage and micro-batch."""
     future: list[Choice] = field(default_factory=list)
     inputs: list[Candidate] = field(default_factory=list)
     """B and I."""
     weights: list[Candidate] = field(default_factory=list)
     forwards: list[Candidate] = field(default_factory=list)
     entries: list[Candidate] = field(default_factory=list)
-    """Forward passes on the first stage, which the limit on micro-batches in flight may delay."""
+    """Forward passes on the first stage. The limit on micro-batches in flight may delay these."""
     choice: Choice | None = None
 
     def heap_of(self, action: Action) -> list[Candidate]:
@@ -305,7 +307,7 @@ class _Attempt:
             self._durations = [problem.durations_of(0)] * problem.num_microbatches
         self._delays = problem.delays
         self._ranks = [_Rank() for _ in range(problem.placement.num_ranks)]
-        # Heap of (tick, rank): when each rank starts the action that it chose.
+        # Heap of (tick, rank): when a rank starts the action that it chose.
         self._starts: list[tuple[int, int]] = []
         self.rows: list[list[Action]] = [[] for _ in self._ranks]
 
@@ -315,7 +317,7 @@ class _Attempt:
         return max(rank.free for rank in self._ranks)
 
     def run(self) -> bool:
-        """Place all actions, and return False if the cap makes that impossible."""
+        """Place all actions. Return False if the cap makes this impossible."""
         problem = self._problem
         kinds = 1 + len(problem.backwards)
         forwards = problem.placement.num_stages * problem.num_slices
@@ -324,12 +326,12 @@ class _Attempt:
             while True:
                 if not self._starts:
                     return False
-                # Take the rank that can start first; on ties, the lowest.
+                # Take the rank that can start first or, on ties, the lowest one.
                 start, number = heappop(self._starts)
                 rank = self._ranks[number]
                 choice = rank.choice
-                # If a rank has chosen again, its old entry is still in the heap. Skipping such
-                # entries is cheaper than finding and removing them.
+                # If a rank has chosen again, its old entry is still in the heap.
+                # Skipping old entries is cheaper than finding and removing them.
                 if choice is not None and choice[0] == start:
                     break
             action = choice[2]
@@ -344,7 +346,7 @@ class _Attempt:
         return True
 
     def _account(self, rank: _Rank, action: Action) -> None:
-        """Update the rank's live activations and the number of slices in flight."""
+        """Update the rank's number of live activations and the number of slices in flight."""
         stage, kind, microbatch, slice_index = action
         if kind == "F":
             rank.live += self._sizes[microbatch][slice_index]
@@ -358,7 +360,7 @@ class _Attempt:
         """Release the actions that an action on a rank makes possible.
 
         The rules are the same as in `Schedule.feeds`. In a greedy run, a rank runs a stage's slices
-        and micro-batches in order, so an action is released by the last of its inputs to arrive.
+        and micro-batches in order, so the last of an action's inputs to arrive releases it.
         """
         stage, kind, microbatch, slice_index = action
         if kind == "W":
@@ -371,14 +373,15 @@ class _Attempt:
             receiver = self._release(
                 arrival, Action(target, kind, microbatch, slice_index)
             )
-            # This action's own rank chooses later, in `run`.
+            # This action's own rank makes its choice later, in `run`.
             if receiver != number and self._may_prefer(receiver, arrival):
                 self._choose(receiver)
-        # Slices reach the other stages in order, and their gradients return in reverse order.
+        # Slices reach the other stages in order, and their gradients come back in
+        # reverse order.
         if kind == "F":
             is_last_slice = slice_index + 1 == len(self._sizes[microbatch])
-            # The last stage starts a micro-batch's backward pass once all of the micro-batch's
-            # slices have run.
+            # The last stage starts a micro-batch's backward pass once all of the
+            # micro-batch's forward slices have run.
             if target is None and is_last_slice and backwards:
                 self._release(now, Action(stage, backwards[0], microbatch, slice_index))
             if stage == 0:
@@ -390,7 +393,7 @@ class _Attempt:
             self._release(now, Action(stage, kind, microbatch, slice_index - 1))
 
     def _enter(self, now: int, microbatch: int, slice_index: int) -> None:
-        """Release the first stage's next forward pass, for the next slice or micro-batch."""
+        """Release the first stage's forward pass for the next slice or micro-batch."""
         slice_index += 1
         if slice_index == len(self._sizes[microbatch]):
             microbatch += 1
@@ -399,7 +402,7 @@ class _Attempt:
             self._release(now, Action(0, "F", microbatch, slice_index))
 
     def _release(self, time: int, action: Action) -> int:
-        """Make an action a candidate on its rank, and return the rank."""
+        """Make an action a candidate on its rank and return the rank."""
         number = self._problem.placement.rank_of[action.stage]
         self._ranks[number].future.append((time, _priority(action), action))
         return number
@@ -407,13 +410,13 @@ class _Attempt:
     def _may_prefer(self, number: int, arrival: int) -> bool:
         """Return whether a rank may choose an action that becomes possible at `arrival`."""
         choice = self._ranks[number].choice
-        # Other actions that a limit held back may have become possible again.
+        # Other actions that the limit held back may have become possible again.
         if choice is None or self.variant.limit is not None:
             return True
         return arrival <= choice[0]
 
     def _choose(self, number: int) -> None:
-        """Choose the best next action for a rank, and queue its start."""
+        """Choose a rank's best next action and queue its start."""
         rank = self._ranks[number]
         # Move actions that have become ready into the heaps.
         still_future = []
@@ -431,8 +434,8 @@ class _Attempt:
         if first is not None:
             rank.choice = (rank.free, *first)
         else:
-            # Nothing is ready, so the rank waits until an action becomes ready. Compare heaps by
-            # identity, because two empty heaps are equal.
+            # Nothing is ready, so the rank waits until an action becomes ready. Compare
+            # heaps by identity, because any two empty heaps are equal.
             allowed = []
             for choice in still_future:
                 heap_of_choice = rank.heap_of(choice[2])
@@ -444,11 +447,11 @@ class _Attempt:
 
     def _allowed(self, rank: _Rank) -> list[list[Candidate]]:
         """Return the heaps that may contain a rank's next action."""
-        # With `forwards_first`, an F that fits takes precedence over all other candidates, and at
-        # the cap, W makes room.
+        # With `forwards_first`, an F that fits takes precedence over all other
+        # candidates. At the cap, W makes room.
         forwards = [rank.forwards]
-        # Only the first stage starts micro-batches, so the limit does not delay forward passes on
-        # any other stage.
+        # Only the first stage starts micro-batches, so the limit does not delay forward
+        # passes on other stages.
         if self._in_flight < self._max_in_flight:
             forwards.append(rank.entries)
         may_grow = rank.live < self._problem.cap

@@ -1,14 +1,14 @@
 """Decides how long a rank waits for the head of its table before it runs a later action.
 
-If a rank runs a later action while the head's input is in flight, and the input arrives before the
-later action ends, the head is delayed. In tables optimised for quiet links, such as zb-v, ranks
-wait only briefly, often for one message latency, so running ahead immediately makes the step
-slower. Two strategies avoid this loss: fill idle time with W only, or wait as long as in the static
-order. Of the strategies that cause no loss, a simulation selects the one that is fastest when
-durations vary a little.
+If a rank runs a later action while the head's input is in flight, and the input arrives before that
+action ends, the head is delayed. In tables optimised for quiet links, such as zb-v, ranks wait only
+briefly, often for one message latency, so running ahead immediately makes the step slower. Two
+strategies avoid this loss: fill idle time only with W, or wait as long as in the static order.
+Among the strategies that cause no loss, a simulation selects the one that is fastest when durations
+vary a little.
 
 With pairs, if only the head's partner is missing, a rank waits for the partner, but no longer than
-the time that the pair would save.
+the pair would save.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 # Message latency on a quiet link, in units of a forward pass.
 _QUIET_LATENCY = 0.05
-# How long after its simulated arrival a message starts to count as late, in units of a forward
-# pass.
+# How long after its simulated arrival time a message counts as late, in units of a
+# forward pass.
 _MARGIN = 0.05
 # Standard deviation of the logarithm of the durations.
 _JITTER = 0.1
@@ -50,14 +50,15 @@ _DRAWS = 4
 
 
 def quiet(costs: Costs = UNIT) -> Costs:
-    """Return the costs with latency but without jitter."""
+    """Return the costs with a latency and without jitter."""
     latency = costs.latency or _QUIET_LATENCY * costs.forward
     return replace(costs, latency=latency, jitter=0.0, link_jitter=0.0)
 
 
 def _copied(make: Callable[[int], Policy]) -> Callable[[int], Policy]:
-    """Return a factory that builds each rank's policy once and copies it for each step."""
-    # Building a policy for 96 actions would add 0.2 ms to each step. Copying it takes 0.01 ms.
+    """Return a factory that builds every rank's policy once and copies it for each step."""
+    # Building a policy for 96 actions would add 0.2 ms to every step. Copying it takes
+    # 0.01 ms.
     originals = cache(make)
 
     def policy_of_step(rank: int) -> Policy:
@@ -86,7 +87,7 @@ def policies(
         stash_ratio: See `activation_cap`.
 
     Raises:
-        ScheduleError: The table sums gradients in an order that policies cannot keep
+        ScheduleError: The table sums gradients in an order that policies cannot preserve
             (`progress.py`), or runs forward and backward passes on different ranks.
     """
     if schedule.disaggregated:
@@ -97,11 +98,12 @@ def policies(
     # `Progress` sums gradients in micro-batch order, so the table must do the same.
     if not is_ascending(schedule):
         raise ScheduleError(
-            f"{schedule.label}: the backward passes of a stage are not in micro-batch order, but a "
+            f"{schedule.label}: a stage's backward passes are not in micro-batch order, but a "
             "dynamic order sums gradients in that order; sort the passes, or leave --use-dpp out"
         )
     if schedule.pairs:
-        # If the costs included no all-to-all, a simulation would show no benefit from pairs.
+        # Without all-to-all in the costs, a simulation would show no benefit from
+        # pairs.
         costs = exchanging(costs)
     cap = activation_cap(schedule, extra_activations, stash_ratio)
     if name != "hint":
@@ -130,14 +132,15 @@ def _best_hint(
     """Return a factory for the fastest strategy that is not slower on quiet links."""
     at_once = _copied(lambda rank: hint(rank, weights_fill=weights_fill))
     calm = quiet(costs)
-    # A table built for one step's sample lengths is used only for that step, so comparing
-    # strategies would not pay off.
+    # A table built for one step's sample lengths is used for that step only, so
+    # comparing strategies would not pay off.
     if schedule.slice_sizes and weights_fill:
         return at_once
     static = simulate(schedule, calm)
-    # A rank waits as long as in the simulated static order, plus a small margin. So it runs ahead
-    # only if a message is late; otherwise, the step takes as long as in the static order. In total,
-    # a rank waits at most as long as its bubble in the table, plus one margin per action.
+    # A rank waits as long as in the simulated static order, plus a small margin. It
+    # therefore runs ahead only if a message is late. Otherwise, the step takes as long
+    # as in the static order. In total, a rank waits no longer than its bubble in the
+    # table plus one margin per action.
     patiently = _copied(
         lambda rank: hint(rank, weights_fill=False, patience=waits_of(static, rank))
     )
@@ -146,12 +149,12 @@ def _best_hint(
         return patiently
     if simulate_dynamic(schedule, at_once, calm).makespan <= static.makespan:
         return at_once
-    # W may leave its position and run if nothing else can. For some tables (v-half, bitpipe), this
-    # saves more time than running ahead costs.
+    # W may leave its position and run if nothing else can. In some tables (v-half,
+    # bitpipe), this saves more time than running ahead costs.
     filling = _copied(lambda rank: hint(rank, weights_fill=True))
 
     def loses_nothing(policy: Callable[[int], Policy]) -> bool:
-        # The tolerance covers rounding errors, which occur because the durations are summed in a
+        # The tolerance absorbs rounding errors, because durations are summed in a
         # different order.
         return simulate_dynamic(schedule, policy, calm).makespan <= static.makespan * (
             1 + 1e-9
@@ -169,15 +172,15 @@ def _best_hint(
 
 
 def waits_of(static: Timeline, rank: int) -> Patience:
-    """Return how long a rank waits for each action in the static order, plus a small margin."""
+    """Return how long a rank waits for every action in the static order, plus a small margin."""
     starts = static.starts[rank]
     ends = static.ends[rank]
     margin = _MARGIN * static.costs.forward
     row = static.schedule.rows[rank]
     pairs = static.schedule.pairs_of(rank)
     clock = Clock(static.schedule, static.costs)
-    # A pair saves the difference between the time that its two actions take separately and the time
-    # that they take together.
+    # A pair saves the difference between the time of its two actions run separately and
+    # the time of the pair.
     durations = list(map(clock.time_of, row))
     gains = [0.0] * len(row) if pairs else []
     for index in pairs:
@@ -194,7 +197,7 @@ def waits_of(static: Timeline, rank: int) -> Patience:
 # Mean latency on late links, in units of a forward pass. The latency is log-normal with sigma 1.
 _LATE = 0.5
 NOTABLE = 0.005
-"""Two times are considered equal if their relative difference is below this value."""
+"""Two times count as equal if their relative difference is below this value."""
 
 
 class Gains(NamedTuple):
@@ -205,16 +208,16 @@ class Gains(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """Which of the two orders to use, as text."""
+        """Which of the two orders to use, in words."""
         if self.quiet < 1 + NOTABLE:
             return "keep the table's order, unless messages are late"
         return "--use-dpp"
 
 
 def gains(schedule: Schedule, costs: Costs = UNIT) -> Gains:
-    """Compare `--use-dpp` with a table's static order, on quiet links and on late links.
+    """Compare `--use-dpp` with a table's static order on quiet and on late links.
 
-    Latency in the costs applies only to quiet links.
+    A latency in the costs applies only to quiet links.
     """
     simulate_hint = _hint_simulator(schedule, costs)
 
@@ -228,7 +231,7 @@ def gains(schedule: Schedule, costs: Costs = UNIT) -> Gains:
 
 
 def while_late(timeline: Timeline) -> tuple[Timeline, Timeline]:
-    """Return the timelines with late messages, in static and in dynamic order."""
+    """Return the timelines with late messages, first in static order, then in dynamic order."""
     schedule = timeline.schedule
     costs = _late(timeline.costs, 0)
     static = simulate(schedule, costs)
@@ -242,7 +245,7 @@ def _late(costs: Costs, seed: int) -> Costs:
 
 
 def _hint_simulator(schedule: Schedule, costs: Costs) -> Callable[[Costs], Timeline]:
-    """Return a function that simulates a table under `--use-dpp` with a policy for these costs."""
+    """Return a function that simulates a table under `--use-dpp`, with a policy for these costs."""
     # As in training, a dynamic order splits backward passes so that W can fill gaps.
     split = split_backwards(schedule)
     hints = policies(

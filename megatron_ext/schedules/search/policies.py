@@ -1,18 +1,17 @@
 """Dynamic schedules: policies that choose which ready action a rank runs next.
 
-A static table fixes the order in advance, so a late message stalls its rank. Instead, a policy
-chooses the next action whenever the rank is idle, based on the messages that have arrived. Policies
+A static table fixes the order in advance, so a late message stalls its rank. A policy instead
+chooses the next action whenever the rank is idle, based on which messages have arrived. Policies
 perform no I/O. The simulator and the executor drive the same object through `Progress.arrived`,
 `choose` and `finished`.
 
 `hint` follows a static table as long as possible. If the head of the table must wait, `hint` runs
-the first later action that is ready and that keeps the activation curve of the remaining table
-within a cap. The cap is the same on all ranks. `patience.py` decides how long a rank first waits
-for the head. `breadth-first` and `depth-first` ignore the table's order, have no cap, and serve as
-baselines.
+the first later action that is ready and keeps the remaining table's activation curve within a cap.
+The cap is the same on all ranks. `patience.py` decides how long a rank first waits for the head.
+`breadth-first` and `depth-first` ignore the table's order, have no cap and serve as baselines.
 
 The idea of dynamic pipelines comes from MegatronApp's DPP (breadth-first). Using the table as a
-hint that bounds memory is new here; RRFP (arXiv 2605.18750) is similar.
+hint that bounds memory is new in this package; RRFP (arXiv 2605.18750) is similar.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ POLICIES: tuple[PolicyName, ...] = ("hint", "breadth-first", "depth-first")
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a rank waits for the head of its table, in the same unit as the costs."""
+    """How long a rank waits for the head of its table, in the unit of the costs."""
 
     waits: Sequence[float]
-    """By position of the head: how long the rank must be idle before it skips the head."""
+    """By the head's position: how long the rank must be idle before it skips the head."""
     durations: Sequence[float]
-    """By position: the action's duration under these costs, to calibrate the unit of time."""
+    """By position: the action's duration under these costs, which calibrates the unit of time."""
     gains: Sequence[float] = ()
-    """By position of the head: the time saved by running the head in a pair; 0 if it runs alone.
-    Empty if there are no pairs."""
+    """By the head's position: the time that running the head in a pair saves, or 0 if it runs
+    alone. Empty if there are no pairs."""
 
 
 class Policy(ABC):
-    """Chooses the actions that one rank runs in one step.
+    """Chooses which actions a rank runs in a step, and when.
 
     Positions refer to the rank's row in `schedule`.
     """
@@ -71,24 +70,24 @@ class Policy(ABC):
         return policy
 
     def wait(self) -> float:
-        """Return how long the rank must have been idle before choosing an action."""
+        """Return how long the rank must have been idle before it chooses an action."""
         return 0.0
 
     @abstractmethod
     def looks_ahead(self) -> bool:
         """Return whether to choose while the last action is still running on the device.
 
-        The result is true only if no message that may arrive in the meantime can change the choice.
+        The result is True only if no message that may arrive in the meantime can change the choice.
         """
 
     @abstractmethod
     def choose(self) -> int | None:
-        """Choose the next action and return its position in the row; None if no action may run."""
+        """Choose the next action and return its position, or None if no action may run."""
 
     def with_partner(self, index: int) -> tuple[int, ...]:
         """Return the action just chosen and, with pairs, its partner. The forward pass comes first.
 
-        The partner is the first ready action in the opposite direction.
+        The partner is the first action in the opposite direction that is ready.
         """
         partners = self._partners(index)
         if partners is None:
@@ -105,18 +104,18 @@ class Policy(ABC):
         if not self._runs_pairs or action.kind == "W":
             return None
         partners = progress.backwards if action.kind == "F" else progress.forwards
-        # The same micro-batch's backward pass needs this forward pass, so the two cannot run as a
-        # pair.
+        # A micro-batch's backward pass needs its forward pass, so the two cannot run as
+        # a pair.
         if not partners or progress.row[partners[0]].microbatch == action.microbatch:
             return None
         return partners
 
 
 class Curve:
-    """The changes to a count, by position, and the maximum of their running sum.
+    """A count's changes by position, and the maximum of their running sum.
 
     When an action runs early, its change is removed, which shifts the curve after it. Removals and
-    queries take O(log n), because each node of a tree stores the sum of the changes below it and
+    queries take O(log n), because every node in a tree stores the sum of the changes below it and
     the maximum (at least 0) of their running sum.
     """
 
@@ -125,7 +124,7 @@ class Curve:
         padding = [0] * (self._size - len(changes))
         self._sum: list[float] = [0] * self._size + [*changes, *padding]
         self._top: list[float] = [max(0, change) for change in self._sum]
-        # Leaves start at `_size`. The children of a node are 2 * node and 2 * node + 1.
+        # Leaves start at `_size`. A node's children are 2 * node and 2 * node + 1.
         for node in range(self._size - 1, 0, -1):
             left = 2 * node
             right = 2 * node + 1
@@ -140,7 +139,7 @@ class Curve:
         return curve
 
     def take(self, position: int) -> float:
-        """Remove the change at a position, and return it."""
+        """Remove the change at a position and return it."""
         node = position + self._size
         sums = self._sum
         tops = self._top
@@ -150,8 +149,8 @@ class Curve:
         sums[node] = tops[node] = 0
         while node > 1:
             node >>= 1
-            # Update all ancestors. `max` would be slower, and this loop runs for each chosen
-            # action.
+            # Update all ancestors. `max` would be slower, and this loop runs for every
+            # chosen action.
             left = node << 1
             sums[node] = sums[left] + sums[left + 1]
             high = tops[left]
@@ -160,13 +159,13 @@ class Curve:
         return change
 
     def top(self, end: int) -> float:
-        """Return the maximum of the running sum before a position, at least 0."""
+        """Return the maximum of the running sum before a position, but at least 0."""
         node = end + self._size
         top = 0.0
         sums = self._sum
         tops = self._top
         while node > 1:
-            # On the way up, each left sibling covers changes before the position.
+            # On the way up, every left sibling covers changes before the position.
             if node & 1:
                 top += sums[node - 1]
                 if tops[node - 1] > top:
@@ -181,8 +180,8 @@ class Hint(Policy):
     Args:
         schedule: The table.
         rank: Pipeline rank.
-        cap: Maximum number of activations, counted separately for each stage, that the rank may
-            keep. It must be at least the table's peak on that rank.
+        cap: Maximum number of activations, counted separately per stage, that the rank may keep.
+            Must be at least the table's peak on that rank.
         weights_fill: Whether W may leave its position in the table and run if no other action can.
         patience: See `patience.py`. If None, the policy never waits for the head.
         stash_ratio: Size of a weight stash in activations (`table/memory.py`), at least 1.
@@ -209,20 +208,20 @@ class Hint(Policy):
         self.patience = patience
         self._head = 0
         self._weights_fill = weights_fill
-        # Whether the last chosen action was launched after its input was launched but before that
-        # input existed.
+        # Whether the last chosen action was launched when its input had been launched
+        # but did not exist yet.
         self._follows = False
 
     def for_next_step(self) -> Hint:
         """Return a copy for another step. Call this only before the policy makes a choice."""
         policy = copy(self)
-        # All other fields are numbers, or constant during a step, so they can be shared.
+        # All other fields are numbers or constant during a step, so they can be shared.
         policy.progress = self.progress.for_next_step()
         policy._remaining = self._remaining.for_next_step()
         return policy
 
     def wait(self) -> float:
-        """Return how long to wait for the head; 0 if it can run or follow its input."""
+        """Return how long to wait for the head, or 0 if it can run or follow its input."""
         if self.patience is None:
             return 0.0
         self._advance()
@@ -237,14 +236,14 @@ class Hint(Policy):
         return self.patience.gains[self._head]
 
     def looks_ahead(self) -> bool:
-        """Return whether the choice is already certain while the last action still runs."""
+        """Return whether the choice is already certain while the last action is still running."""
         self._advance()
         if not self.progress.num_left:
             return False
-        # A device runs behind its host, so the host may launch an action while the last one is
-        # still running. But an input that arrives before the last action ends may allow a better
-        # choice. So only two choices are certain: the head, and an action that follows its launched
-        # input.
+        # A device runs behind its host, so the host may launch an action while the last
+        # one is still running. However, an input that arrives before the last action
+        # ends may allow a better choice. Only two choices are therefore certain: the
+        # head, and an action that follows its launched input.
         if self._runs_head():
             return not self._lacks_partner()
         if self.patience is not None:
@@ -254,7 +253,7 @@ class Hint(Policy):
         return not self.progress.expects()
 
     def choose(self) -> int | None:
-        """Choose the first ready, admissible action, or else one that can follow its input."""
+        """Choose the first action that is ready and admissible, or one that follows its input."""
         self._advance()
         heap = self._first()
         self._follows = heap is None
@@ -269,14 +268,15 @@ class Hint(Policy):
         return index
 
     def with_partner(self, index: int) -> tuple[int, ...]:
-        """Return the chosen action, and its partner unless it follows its input."""
+        """Return the chosen action and, unless it follows its input, its partner."""
         positions = (index,) if self._follows else super().with_partner(index)
-        # The chosen action's change has already been removed, so `take` returns 0 for it.
+        # The chosen action's change has already been removed, so `take` returns 0 for
+        # that action.
         self.live += sum(map(self._remaining.take, positions))
         return positions
 
     def _partners(self, index: int) -> list[int] | None:
-        """Return the heap whose first action can be this action's partner, or None."""
+        """Return the heap whose first action may be this action's partner, or None."""
         partners = super()._partners(index)
         if partners is None or not self._is_admissible(partners[0]):
             return None
@@ -288,7 +288,7 @@ class Hint(Policy):
         return partners if peak <= self.cap else None
 
     def _lacks_partner(self) -> bool:
-        """Return whether the head has a partner in the table, but no partner is ready."""
+        """Return whether the head has a partner in the table but no partner is ready."""
         head = self._head
         return (
             head in self._pairs
@@ -302,19 +302,19 @@ class Hint(Policy):
         )
 
     def _runs_head(self) -> bool:
-        """Return whether the head is ready, or can follow its input while nothing is ready."""
+        """Return whether the head is ready, or can follow its input when nothing is ready."""
         if self.progress.is_ready(self._head):
             return True
         return self._follower() == self._head and self._first() is None
 
     def _follower(self) -> int | None:
         """Return an admissible action whose missing inputs have all been launched."""
-        # Once the sender has launched an action's input, the action can be launched right after it,
-        # which hides its launch time while the pipeline fills and drains. Following is safe for the
-        # head. It is also safe for another action if the head waits for the same sender, because
-        # that device computes the head's input later anyway. It cannot cause a deadlock: an action
-        # follows only actions that were launched before it, and each device runs actions in launch
-        # order.
+        # Once the sender has launched an action's input, the action can be launched
+        # right behind it, which hides the launch time while the pipeline fills and
+        # drains. Following is safe for the head, and for another action if the head
+        # waits for the same sender, because that device computes the head's input later
+        # anyway. Following cannot cause a deadlock: an action follows only actions that
+        # were launched before it, and devices run actions in launch order.
         index = self.progress.follower(self._head)
         if index is None or not self._is_admissible(index):
             return None
@@ -326,18 +326,18 @@ class Hint(Policy):
             self._head += 1
 
     def _first(self) -> list[int] | None:
-        """Return the heap whose first action should run; None if no ready action is admissible."""
+        """Return the heap whose first action should run, or None if none is admissible."""
         progress = self.progress
         best = progress.backwards
         weights = progress.weights
         forwards = progress.forwards
         if best and not self._is_admissible(best[0]):
             best = []
-        # A W that results from splitting a B has no position in the table, so it runs when nothing
+        # If a B was split, its W has no position in the table, so it runs when nothing
         # else can.
         if weights and not self._weights_fill and (not best or weights[0] < best[0]):
             best = weights
-        # Forward passes come last, because they always require a query of the curve.
+        # Forward passes come last, because they always require querying the curve.
         if (
             forwards
             and (not best or forwards[0] < best[0])
@@ -350,11 +350,12 @@ class Hint(Policy):
         """Return whether running an action now keeps the curve within the cap.
 
         The curve does not change after the action's position, so if the first ready forward pass
-        does not fit, no later forward pass fits.
+        does not fit, no later one does.
         """
-        # The head is always admissible, so every step completes. To see this, consider the first
-        # unfinished action in a global order that respects data dependencies and the table.
-        # Everything before it has run, so it is the head of its rank, and its input exists.
+        # The head is always admissible, so every step completes. To see this, consider
+        # the first unfinished action in a global order that respects data dependencies
+        # and the table. Everything before it has run, so it is its rank's head, and its
+        # input exists.
         change = self._change(self.progress.row[index])
         if change <= 0 or index == self._head:
             return True
@@ -362,7 +363,7 @@ class Hint(Policy):
 
 
 class Greedy(Policy):
-    """Alternates between forward and backward passes, and runs W if neither can run.
+    """Alternates between forward and backward passes and runs W if neither can run.
 
     A rank may keep up to m activations. The preferences are fixed, and the table's order has no
     effect.
@@ -370,8 +371,8 @@ class Greedy(Policy):
     Args:
         schedule: The table.
         rank: Pipeline rank.
-        depth_first: Whether forward passes on the deepest chunk come first, instead of those on the
-            first chunk.
+        depth_first: Whether to prefer forward passes on the deepest chunk over those on the first
+            chunk.
     """
 
     def __init__(self, schedule: Schedule, rank: int, *, depth_first: bool) -> None:
@@ -382,7 +383,7 @@ class Greedy(Policy):
             depth = action.stage
             if forward == depth_first:
                 depth = -action.stage
-            # Within a micro-batch, the backward passes of slices run in reverse order.
+            # Within a micro-batch, slices run their backward passes in reverse order.
             slice_turn = action.slice
             if not forward:
                 slice_turn = -action.slice
@@ -396,14 +397,14 @@ class Greedy(Policy):
         self._backward_next = True
 
     def looks_ahead(self) -> bool:
-        """Return whether an action in the opposite direction to the last action is ready."""
+        """Return whether an action in the opposite direction of the last one is ready."""
         progress = self.progress
         if self._backward_next:
             return bool(progress.backwards)
         return bool(progress.forwards)
 
     def choose(self) -> int | None:
-        """Choose the opposite direction to the last action, if it has a ready action."""
+        """Choose an action in the opposite direction of the last one, if one is ready."""
         progress = self.progress
         turns = [progress.backwards, progress.forwards]
         if not self._backward_next:
@@ -422,20 +423,20 @@ def activation_cap(
 
     Args:
         schedule: The table.
-        extra_activations: Number of micro-batches allowed beyond the table's peak. Each of them
-            counts once for every stage on a rank.
+        extra_activations: Number of micro-batches allowed beyond the table's peak. Each counts once
+            for every stage on a rank.
         stash_ratio: Size of a weight stash, in activations.
     """
-    # A separate cap per rank would not help: devices are equal, so the rank with the highest peak
-    # determines how much memory the job needs. Besides, the last ranks in 1F1B and interleaved
-    # tables keep far fewer activations than the first ranks, so with separate caps they could never
-    # run ahead.
+    # A separate cap per rank would not help: all devices have the same memory, so the
+    # rank with the highest peak determines how much the job needs. Besides, the last
+    # ranks in 1F1B and interleaved tables keep far fewer activations than the first
+    # ranks, so separate caps would never let them run ahead.
     slices, sizes = schedule.slices, schedule.slice_sizes
     peak = max(most_alive(row, stash_ratio, slices, sizes) for row in schedule.rows)
     return peak + extra_activations * max(map(len, schedule.placement.stages_of))
 
 
-_MAX_SLOTS = 1024  # the limit of an arena (csrc/core/arena.h)
+_MAX_SLOTS = 1024  # an arena's limit (csrc/core/arena.h)
 
 
 def arena_slots(
@@ -443,10 +444,10 @@ def arena_slots(
 ) -> int:
     """Return the number of slots for two ranks: twice the peak of messages in flight between them.
 
-    The peak includes both directions. The second half of the slots is for messages that have
-    arrived but have not been consumed. The result does not exceed the arena's limit.
+    The peak covers both directions. The second half of the slots is for messages that have arrived
+    but have not been consumed. The result does not exceed the arena's limit.
 
-    `extra_activations` is the allowance for a dynamic order, or None for the static order. Each
+    `extra_activations` is the allowance for a dynamic order, or None for the static order. Every
     edge gets slots for the activations that a policy may keep beyond the table's peak. A greedy
     policy may keep all activations, so it may need more slots. Messages without a slot wait in the
     sender's memory.

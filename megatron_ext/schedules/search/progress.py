@@ -1,8 +1,8 @@
-"""Tracks which actions may run next on a rank, for every dynamic policy.
+"""Tracks which actions a rank may run next, for all dynamic policies.
 
-An action is *ready* when its inputs exist (`Schedule.needs`) and all actions that must precede it,
-to keep results bit-identical, have run. On a device, an action can *follow* its inputs once they
-are launched, because the device runs the action after them.
+An action is *ready* when its inputs exist (`Schedule.needs`) and all actions that must precede it
+for bit-identical results have run. On a device, an action can *follow* its inputs once their
+computation has been launched, because the device runs the action after them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Progress:
     """One rank's ready actions, as positions in its static table row.
 
     Policies choose by action kind, so there are three heaps: forward passes, backward passes (B and
-    I), and weights (W).
+    I) and weights (W).
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
@@ -32,28 +32,29 @@ class Progress:
         # By position: 1 if the action has run.
         self.done = bytearray(len(self.row))
         self.num_left = len(self.row)
-        # Heaps of ready positions, by kind of action.
+        # Heaps of ready positions, one per kind of action.
         self.forwards: list[int] = []
         self.backwards: list[int] = []
         self.weights: list[int] = []
-        # By position: the number of tensors and actions that the action still waits for.
+        # By position: the number of tensors and actions that the action still waits
+        # for.
         self._missing = [0] * len(self.row)
-        # By position: the number of these tensors and actions that have not been launched yet.
+        # By position: how many of these tensors and actions have not been launched yet.
         self._unlaunched: list[int] = []
-        # Tensors that have been launched but have not arrived.
+        # Tensors that have been launched but have not arrived yet.
         self._launched: set[Message] = set()
-        # The tensors in `_launched` that were launched before the last chosen action began.
+        # Tensors in `_launched` that were launched before the last chosen action began.
         self._launched_before: set[Message] = set()
         self.hears_launches = False
-        """Whether `launched` announces each tensor from another rank before it arrives."""
-        # Inputs that had not arrived yet when their action was chosen.
+        """Whether `launched` announces every tensor from another rank before it arrives."""
+        # Inputs that had not yet arrived when their action was chosen.
         self._awaited: set[Message] = set()
         # By position: the actions on this rank that wait for this action.
         self._enables: list[list[int]] = [[] for _ in self.row]
         # By message, activation or gradient: the position of the action that needs it.
         self._takers: dict[Message, int] = {}
-        # By position: the rank that produces the action's input, or None if the action needs no
-        # input.
+        # By position: the rank that produces the action's input, or None if no input
+        # comes from another stage.
         self._sources: list[int | None] = [None] * len(self.row)
         # By position: the heap for the action's kind.
         self._heap_of = self._heaps()
@@ -64,7 +65,7 @@ class Progress:
                 heapq.heappush(self._heap_of[index], index)
 
     def for_next_step(self) -> Progress:
-        """Return a copy for another step. It shares everything that is constant during a step."""
+        """Return a copy for another step that shares everything that is constant during a step."""
         progress = copy(self)
         progress.done = bytearray(self.done)
         progress.forwards = list(self.forwards)
@@ -76,7 +77,8 @@ class Progress:
         progress._launched_before = set(self._launched_before)
         progress._awaited = set(self._awaited)
         progress._takers = dict(self._takers)
-        # `_heap_of` refers to the heap objects, so it must be rebuilt for the copied heaps.
+        # `_heap_of` refers to the heaps themselves, so it must be rebuilt for the
+        # copies.
         progress._heap_of = progress._heaps()
         return progress
 
@@ -105,10 +107,10 @@ class Progress:
         self._order_forwards(last_stage=schedule.num_stages - 1)
 
     def _order_gradients(self) -> None:
-        """Make each stage's backward passes become ready in micro-batch order.
+        """Make every stage's backward passes become ready in micro-batch order.
 
-        Gradients are then summed in the same order regardless of which message arrives first, and
-        results are bit-identical to those from the static table.
+        Gradients are then summed in the same order no matter which message arrives first, and
+        results are bit-identical to the static table's.
         """
 
         def turn(index: int) -> tuple[int, int]:
@@ -116,8 +118,8 @@ class Progress:
             # Within a micro-batch, slices run their backward passes in reverse order.
             return action.microbatch, -action.slice
 
-        # By stage and kind of gradient (I or W): the positions of the actions that add to it, in
-        # order.
+        # By stage and kind of gradient (I or W): the positions of the actions that
+        # contribute to it, in order.
         sums: dict[tuple[int, str], list[int]] = defaultdict(list)
         for index in sorted(range(len(self.row)), key=turn):
             stage, kind, *_ = self.row[index]
@@ -130,7 +132,7 @@ class Progress:
                 self._order(before, after)
 
     def _order_forwards(self, last_stage: int) -> None:
-        """Keep the table's order for each stage's first F, and for all F on the last stage."""
+        """Keep the table's order for every stage's first F and for all F on the last stage."""
         forwards: dict[int, list[int]] = defaultdict(list)
         for index, action in enumerate(self.row):
             if action.kind == "F":
@@ -139,8 +141,8 @@ class Progress:
         # so all replicas must run the last stage's forward passes in the same order.
         for before, after in pairwise(forwards.get(last_stage, [])):
             self._order(before, after)
-        # Each stage starts with the same forward pass as in the table, as `check_first_gradients`
-        # requires.
+        # Every stage starts with the same forward pass as in the table, as required by
+        # `check_first_gradients`.
         for first, *following in forwards.values():
             for after in following:
                 self._order(first, after)
@@ -150,7 +152,7 @@ class Progress:
         self._missing[after] += 1
 
     def require(self, action: Action, message: Message) -> None:
-        """Make an action wait for another message. Call this before any action is chosen."""
+        """Make an action wait for an additional message. Call this before any action is chosen."""
         index = self.row.index(action)
         assert self._missing[index], f"{action} may have been chosen already"
         self._takers[message] = index
@@ -158,21 +160,21 @@ class Progress:
         self._unlaunched[index] += 1
 
     def launched(self, message: Message) -> None:
-        """Record that another rank has launched the computation of all parts of a message."""
+        """Record that another rank has launched the computation of all of a message's parts."""
         self._launched.add(message)
         self._unlaunched[self._takers[message]] -= 1
 
     def arrived(self, message: Message) -> None:
-        """Record that all parts of a message have arrived.
+        """Record that all of a message's parts have arrived.
 
-        Launch notices are recorded by `launched` instead.
+        Launch notices are passed on to `launched` instead.
         """
         if message.launched:
             self.launched(message.tensor)
             return
         if message in self._awaited:
-            # The action that needs this message was chosen before the message arrived, so it no
-            # longer waits for it.
+            # The action that needs this message was already chosen, so it no longer
+            # waits for the message.
             self._awaited.remove(message)
             return
         index = self._takers[message]
@@ -191,32 +193,32 @@ class Progress:
             self._supply(after)
 
     def began(self) -> None:
-        """Record the start of the last chosen action, and which tensors are in flight."""
+        """Record that the last chosen action has started, and which tensors are in flight."""
         self._launched_before = set(self._launched)
 
     def expects(self) -> bool:
         """Return whether a tensor may arrive before the last chosen action ends.
 
-        Actions take about equally long on all ranks, so an action that is launched after this one
-        has started also ends after this one.
+        Actions take about the same time on all ranks, so an action that is launched after this one
+        has started ends after this one as well.
         """
         return not self.hears_launches or not self._launched_before.isdisjoint(
             self._launched
         )
 
     def follow(self, index: int) -> None:
-        """Record that an action is chosen before it is ready, to follow its launched inputs."""
+        """Record that an action is chosen before it is ready, so that it follows its inputs."""
         self._missing[index] = 0
-        # All launched tensors are inputs to this action, because `follower` requires it.
+        # All launched tensors are inputs to this action, as `follower` requires.
         self._awaited |= self._launched
         self._launched.clear()
 
     def is_ready(self, index: int) -> bool:
-        """Return whether an action may run, or has run."""
+        """Return whether an action may run or has already run."""
         return not self._missing[index]
 
     def follower(self, head: int) -> int | None:
-        """Return the action whose missing inputs are exactly the launched tensors, if any.
+        """Return the action whose missing inputs are exactly the launched tensors, if there is one.
 
         An action other than the head qualifies only if its input comes from the same device as the
         head's input. Devices run actions in launch order, so the head's input arrives later anyway.

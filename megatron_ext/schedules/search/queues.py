@@ -1,13 +1,12 @@
-"""Orders all messages in a step, and proves that ranks that follow this order never deadlock.
+"""Orders all messages in a step and proves that ranks that follow this order never deadlock.
 
 NCCL and MCCL match messages by order, not by name: the n-th send on a communicator matches the n-th
-receive. In addition, a device may run everything that its rank has started in a single queue. In
-that case, an early receive blocks the very computation that its sender waits for.
-CUDA_DEVICE_MAX_CONNECTIONS=1 forces a single queue, and using many streams can have the same
-effect.
+receive. In addition, a device may run everything that its rank has started in a single queue, in
+which case an early receive blocks the very computation that its sender is waiting for.
+CUDA_DEVICE_MAX_CONNECTIONS=1 forces a single queue, and many streams can have the same effect.
 
-So all messages in a table are ordered by their send times in a simulated step, and each rank places
-its receives between its sends according to that order.
+Therefore, all messages in a table are ordered by their send times in a simulated step, and every
+rank places its receives between its sends according to that order.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class Post(NamedTuple):
-    """The position in its row at which a rank starts a receive."""
+    """Where in its row a rank starts a receive."""
 
     transfer: Transfer
     before: int
-    """Position of the action before which the receive starts."""
+    """Position of the action that the receive precedes."""
     is_behind_inputs: bool
     """Whether the receive starts only after that action's inputs have been received."""
 
@@ -56,16 +55,16 @@ class _Moment(NamedTuple):
 
 
 class _Departure(NamedTuple):
-    """What an action sends, and when."""
+    """An action's sends and their position in the total order."""
 
     moment: _Moment
     sends: list[Transfer]
 
 
 class MessageOrder:
-    """The order of all messages in a validated table, as each rank sees it.
+    """The order of all messages in a validated table, as seen by each rank.
 
-    A rank needs only its own actions and the actions on ranks that send to it, so everything is
+    A rank needs only its own actions and those on the ranks that send to it, so everything is
     derived on first use.
     """
 
@@ -77,8 +76,8 @@ class MessageOrder:
 
     @cached_property
     def _timeline(self) -> Timeline:
-        # Use unit costs, because a user's costs may differ so widely that rounding makes times
-        # coincide.
+        # Use unit costs, because a user's costs may differ by so much that rounding
+        # makes times coincide.
         return simulate(_with_equal_slices(self._schedule))
 
     @cached_property
@@ -96,13 +95,13 @@ class MessageOrder:
         return senders
 
     def exchanges(self, rank: int) -> tuple[Exchange, ...]:
-        """Return a rank's exchanges, in which a pair counts as one action."""
+        """Return a rank's exchanges. A pair counts as one action."""
         if rank not in self._exchanges:
             self._exchanges[rank] = exchanges(self._schedule, rank)
         return self._exchanges[rank]
 
     def _departures_of(self, rank: int) -> list[_Departure]:
-        """Return when each action on a rank ends, which is when its results are sent."""
+        """Return when every action on a rank ends, which is when its results are sent."""
         if rank in self._departures:
             return self._departures[rank]
         departures = []
@@ -110,7 +109,8 @@ class MessageOrder:
         begins = self._schedule.begins(rank)
         for index, exchange in zip(begins, self.exchanges(rank), strict=True):
             sends = _sends(exchange)
-            # An action that sends nothing sorts before all messages sent at the same time.
+            # An action that sends nothing sorts before all messages that are sent at
+            # the same time.
             first = sends[0].message if sends else Message("B", -1, -1)
             crosses = any(send.to_twin for send in sends)
             departures.append(_Departure(_Moment(ends[index], first, crosses), sends))
@@ -138,18 +138,19 @@ class MessageOrder:
                         arrivals.append((arrival, transfer))
         posts = []
         for moment, transfer in sorted(arrivals):
-            # Place the receive after the sends that precede it in the total order, and before the
-            # sends that follow it, so that no two ranks wait for each other.
+            # Place the receive between the sends before and after it in the total
+            # order, so that no two ranks wait for each other.
             index = bisect_left(departures, moment)
-            # A message that leaves after that action has begun is received after the action's
-            # inputs. In a single queue, an earlier receive would hold up the action.
+            # If a message is sent after that action has begun, receive it after the
+            # action's inputs. In a single queue, an earlier receive would hold up the
+            # action.
             is_behind_inputs = index < len(starts) and starts[index] < moment.time
             posts.append(Post(transfer, index, is_behind_inputs))
         return posts
 
 
 def _with_equal_slices(schedule: Schedule) -> Schedule:
-    """Return a table in which all slices take time, even those of empty micro-batches."""
+    """Return the table with slices that all take time, even those of empty micro-batches."""
     if not schedule.slice_sizes:
         return schedule
     return replace(
@@ -166,7 +167,7 @@ Place = tuple[int, int]
 
 
 class Meeting(NamedTuple):
-    """A message, with the same name on the sender and the receiver."""
+    """A message that has the same name on its sender and its receiver."""
 
     source: Place
     target: Place
@@ -184,12 +185,12 @@ class Meeting(NamedTuple):
 def programs(
     schedule: Schedule, order: MessageOrder | None = None
 ) -> dict[Place, list[Meeting]]:
-    """Return each rank's messages, for both twins, in the order in which the rank starts them.
+    """Return every rank's messages, for both twins, in the order in which the rank starts them.
 
     `order` is the table's message order. If None, it is computed.
 
     Raises:
-        ScheduleError: An action needs a message before the rank starts its receive.
+        ScheduleError: An action needs a message before the rank starts to receive it.
     """
     order = order or MessageOrder(schedule)
     started: dict[Place, list[Meeting]] = {}
@@ -201,10 +202,10 @@ def programs(
 
 
 def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
-    """Return one rank's messages, in the order in which the rank starts them.
+    """Return a rank's messages in the order in which the rank starts them.
 
     Raises:
-        ScheduleError: An action needs a message before the rank starts its receive.
+        ScheduleError: An action needs a message before the rank starts to receive it.
     """
     place = twin, rank
     started: list[Meeting] = []
@@ -212,8 +213,8 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
     posted: set[Message] = set()
     for index, exchange in enumerate(order.exchanges(rank)):
         for behind_inputs in (False, True):
-            # First start the receives that precede the action, then the receives that wait for its
-            # inputs.
+            # First start the receives that precede the action, then those that wait for
+            # its inputs.
             while posts and (posts[0].before, posts[0].is_behind_inputs) <= (
                 index,
                 behind_inputs,
@@ -225,8 +226,8 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
             for needed in exchange.all_inputs:
                 if needed.verb == "RECV" and needed.message not in posted:
                     raise ScheduleError(
-                        f"{exchange.action} on rank {rank} needs {needed.message}, but no "
-                        "receive delivers it; use --pipeline-transport auto"
+                        f"{exchange.action} on rank {rank} needs {needed.message} before its "
+                        "receive starts; use --pipeline-transport auto"
                     )
         for send in _sends(exchange):
             target = _other_end(twin, send)
@@ -235,14 +236,14 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
 
 
 def _other_end(twin: int, transfer: Transfer) -> Place:
-    """Return the place of a transfer's peer."""
+    """Return a transfer's peer."""
     if transfer.to_twin:
         return 1 - twin, transfer.peer
     return twin, transfer.peer
 
 
 def check_queues(schedule: Schedule, order: MessageOrder | None = None) -> None:
-    """Check that a table completes even if each rank runs everything in a single queue.
+    """Check that a table completes even if every rank runs everything in a single queue.
 
     `order` is the table's message order. If None, it is computed.
 
@@ -253,16 +254,16 @@ def check_queues(schedule: Schedule, order: MessageOrder | None = None) -> None:
 
 
 def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> None:
-    """Check that all ranks finish even if each sender waits for its receiver.
+    """Check that all ranks finish even if every sender waits for its receiver.
 
     Raises:
-        ScheduleError: Some ranks wait forever; the message names what they wait for.
+        ScheduleError: Some ranks wait forever; the message says for which messages.
     """
-    # Assume the worst case: each rank works strictly in sequence, and a send lasts until it is
-    # received. Then the ranks finish if and only if there is an order of all messages that is
-    # consistent with every rank's sequence. Collectives need no check: their members run the same
-    # row and reach the collective at the same position, so several replicas deadlock only if a
-    # single replica does.
+    # Assume the worst case: every rank works strictly in sequence, and a send blocks
+    # until it is received. Then the ranks finish if and only if there is an order of
+    # all messages that is consistent with every rank's sequence. Collectives need no
+    # check: their members run the same row and reach the collective at the same
+    # position, so multiple replicas deadlock only if a single replica does.
     ends: Counter[Meeting] = Counter()
     for program in programs.values():
         ends.update(program)

@@ -1,9 +1,9 @@
-"""Simulates a table: action times, the makespan of the step, and live activations.
+"""Simulates a table: action times, the step's makespan, and live activations.
 
-Every rank runs its row in order. An action starts as soon as the rank is idle and its inputs have
-arrived; on a device, the host must also have launched it. A full backward pass sends its input
-gradient when it ends, and a split backward pass sends it when I ends. Activations are alive from
-the start of F to the end of B or W. Times are in the same unit as the costs, and activations in Ma
+Every rank runs its row in order. An action starts as soon as the rank is idle and the action's
+inputs have arrived. On a device, the host must have launched it as well. A full backward pass sends
+its input gradient when it ends, and a split backward pass when I ends. Activations are alive from
+the start of F to the end of B or W. Times are in the unit of the costs, and activations are in Ma
 (memory.py).
 """
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class _PairExchanges(NamedTuple):
-    """All-to-all time in a rank's pairs, in the same unit as the costs."""
+    """All-to-all time in a rank's pairs, in the unit of the costs."""
 
     total: float
     hidden: float
-    """The part of `total` that is hidden by computation."""
+    """The part of `total` that computation hides."""
 
     @property
     def hidden_share(self) -> float:
-        """The share of the total that is hidden by computation; 0 without pairs."""
+        """The share of `total` that computation hides; 0 without pairs."""
         if not self.total:
             return 0.0
         return self.hidden / self.total
@@ -41,7 +41,7 @@ class _PairExchanges(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulation's result. Its rows match the schedule's; with twins, they cover one pipeline."""
+    """A simulation's result. The rows are the schedule's, which with twins cover one pipeline."""
 
     schedule: Schedule
     costs: Costs
@@ -51,7 +51,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """Time from the start of the first action to the end of the last."""
+        """Time from the start of the first action to the end of the last one."""
         return max((row[-1] for row in self.ends if row), default=0.0)
 
     @cached_property
@@ -59,7 +59,7 @@ class Timeline:
         """The work on the busiest rank, which is the makespan if no rank ever waits."""
         busy = []
         for rank, (starts, ends) in enumerate(zip(self.starts, self.ends, strict=True)):
-            # The two actions in a pair span the same time, which must be counted once.
+            # A pair's two actions span the same time, which must be counted only once.
             counted_twice = [
                 ends[index] - starts[index] for index in self.schedule.pairs_of(rank)
             ]
@@ -69,7 +69,7 @@ class Timeline:
 
     @cached_property
     def _exchanges_of_pairs(self) -> list[_PairExchanges]:
-        """By rank: the all-to-all time in its pairs."""
+        """By rank: all-to-all time in its pairs."""
         clock = Clock(self.schedule, self.costs)
         by_rank = []
         for rank, row in enumerate(self.schedule.rows):
@@ -84,7 +84,7 @@ class Timeline:
 
     @cached_property
     def hidden(self) -> float:
-        """The share of all-to-all hidden by computation, across all ranks; 0 without all-to-all."""
+        """The share of all ranks' all-to-all that computation hides; 0 without all-to-all."""
         all_to_all_of = Clock(self.schedule, self.costs).all_to_all_of
         exchanges: list[float] = []
         for row in self.schedule.rows:
@@ -96,12 +96,12 @@ class Timeline:
 
     @property
     def hidden_in_pairs(self) -> tuple[float, ...]:
-        """By rank: the hidden share of all-to-all in pairs: the limit of `hidden` in long steps."""
+        """By rank: hidden share of all-to-all in pairs, which `hidden` approaches in long steps."""
         return tuple(exchanges.hidden_share for exchanges in self._exchanges_of_pairs)
 
     @cached_property
     def bars(self) -> list[list[tuple[Action, float, float]]]:
-        """By rank, for both twins: the actions to draw, with start and end times."""
+        """By rank, for both twins: the actions to draw with their start and end times."""
         bars = []
         for rank, row in enumerate(literal_rows(self.schedule)):
             source = table_rank(self.schedule, rank)
@@ -124,7 +124,7 @@ class Timeline:
 
     @cached_property
     def peak_activations_per_rank(self) -> tuple[float, ...]:
-        """Peak activations on each rank of both twins, in Ma."""
+        """By rank, for both twins: peak activations, in Ma."""
         peaks = activation_peaks(self.schedule)
         if self.schedule.placement.twins == 1:
             return peaks
@@ -138,14 +138,15 @@ class Timeline:
 
     @cached_property
     def keys_and_values(self) -> float:
-        """Peak keys and values of sliced micro-batches on any rank; 0 without slices."""
+        """Peak keys and values of sliced micro-batches on any rank, or 0 without slices."""
         return max(measure(self.schedule).keys_and_values, default=0.0)
 
     @property
     def messages(self) -> int:
-        """Total number of activations and gradients sent between ranks in one step."""
+        """Total number of activations and gradients sent between ranks per step."""
         if self.schedule.disaggregated:
-            # There is a slot for each message, because all of them can be in flight at once.
+            # There is one slot per message, because all messages can be in flight at
+            # once.
             return sum(slots_needed(self.schedule).values())
         crossing = sum(hop != "local" for hop in self.schedule.placement.hops)
         return (
@@ -156,7 +157,7 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     """Return a table's timeline.
 
-    The table must hold each action once (`validation.check_actions`).
+    The table must contain every action exactly once (`validation.check_actions`).
 
     Raises:
         ScheduleError: The ranks deadlock.
@@ -167,8 +168,9 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     launch = costs.launch
     run = clock.run
     is_free = clock.is_free
-    # By rank, if launches take time: the time of the rank's last launch, and the end times of its
-    # actions. Each list starts with AHEAD zeros, so that the first launches do not wait.
+    # By rank, if launches take time: the time of the last launch, and the end times of
+    # the rank's actions. Each list starts with AHEAD zeros, so that the first launches
+    # do not wait.
     launched = [0.0] * len(rows)
     ran = [[0.0] * AHEAD for _ in rows]
 
@@ -176,7 +178,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
         action = rows[rank][index]
         rank_ends = ends[rank]
         begin = rank_ends[-1] if index else 0.0
-        # `walk` passes two values for a pair, and one for a single action.
+        # `walk` passes two values for a pair and one for a single action.
         partner = rows[rank][index + 1] if type(arrived) is tuple else None
         if partner is not None:
             # `filter` also drops times of 0.0, which is harmless because nothing starts earlier.
@@ -184,8 +186,8 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
         if arrived is not None and arrived > begin:
             begin = arrived
         if launch:
-            # The host launches an action as soon as at most AHEAD - 1 earlier actions are still
-            # running.
+            # The host launches an action once at most AHEAD - 1 earlier actions are
+            # still running.
             launched[rank] = max(launched[rank], ran[rank][-AHEAD]) + launch
             begin = max(begin, launched[rank])
         end = run(rank, begin, action, partner)
@@ -196,38 +198,40 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
                 _first_arrival(clock, action, end),
                 _first_arrival(clock, partner, end),
             ]
-        # This is the fast path, for tables with millions of actions.
+        # This is the fast path for tables with millions of actions.
         if is_free:
             return end
         arrivals = clock.arrivals(action, end)
         return arrivals[0] if len(arrivals) == 1 else arrivals
 
-    # `walk` does not say why it stopped. This check finds the cycle and shows it in the error.
+    # `walk` does not say why it stopped. This check finds the cycle and shows it in its
+    # error.
     if walk(schedule, visit):
         check_for_deadlock(schedule)
-        raise AssertionError(f"{schedule.label} stopped, but has an order")
+        raise AssertionError(f"{schedule.label} stopped, but no cycle was found")
     return Timeline(schedule, costs, tuple(clock.starts), tuple(ends))
 
 
 def _first_arrival(clock: Clock, action: Action, end: float) -> float:
-    """Return when the result of a paired action arrives at the only rank that needs it."""
+    """Return when a paired action's result arrives at the only rank that needs it."""
     arrivals = clock.arrivals(action, end)
     return arrivals[0] if arrivals else end
 
 
 def fastest(tables: Iterable[Schedule], costs: Costs) -> Schedule:
-    """Return the table with the shortest step and, on ties, the lowest memory."""
+    """Return the table with the shortest step, or on ties the one that uses the least memory."""
 
     def time_and_memory(table: Schedule) -> tuple[float, float]:
         timeline = simulate(table, costs)
-        # Equal times may differ by rounding errors. Round them so that memory breaks ties.
+        # Rounding errors may make equal times differ. Round them so that memory breaks
+        # ties.
         return round(timeline.makespan, 9), timeline.peak_activations
 
     return min(tables, key=time_and_memory)
 
 
 class Clock:
-    """Tracks the start and end times of each rank's actions, and computes arrival times."""
+    """Tracks the start and end times of all ranks' actions and computes arrival times."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.starts: list[list[float]] = [[] for _ in schedule.rows]
@@ -247,7 +251,8 @@ class Clock:
         self._link_factors = costs.link_factors(schedule) if costs.link_jitter else None
         self.is_free = not (costs.latency or schedule.disaggregated)
         """Whether every message arrives when its action ends."""
-        # By an action's kind and stage: the link to each receiver. None if links have no latency.
+        # By an action's kind and stage: the links to all receivers. None: links have no
+        # latency.
         self._links: dict[Kind, list[list[Link | None]]] = {}
         for kind, outputs_by_stage in schedule.links.items():
             self._links[kind] = []
@@ -258,7 +263,7 @@ class Clock:
                 self._links[kind].append(links)
 
     def time_of(self, action: Action) -> float:
-        """Return how long an action takes if it runs alone."""
+        """Return how long an action takes when it runs alone."""
         stage, kind, microbatch, slice_index = action
         time = self._durations[kind][stage]
         if self._factors is not None:
@@ -267,11 +272,11 @@ class Clock:
         return time
 
     def all_to_all_of(self, action: Action) -> float:
-        """Return how much of an action's time all-to-all takes; weight gradients need none."""
+        """Return how much of an action's time is all-to-all, which weight gradients do not need."""
         if not self._exchanges[action.stage] or action.kind == "W":
             return 0.0
         share = 1.0
-        # Only the I part of B includes all-to-all.
+        # In B, only the I part includes all-to-all.
         if action.kind == "B":
             share = (
                 self._durations["I"][action.stage] / self._durations["B"][action.stage]
@@ -281,7 +286,7 @@ class Clock:
     def run(
         self, rank: int, now: float, action: Action, partner: Action | None = None
     ) -> float:
-        """Run an action, or a pair, starting at `now`, and return when it ends."""
+        """Run an action or a pair starting at `now` and return when it ends."""
         if partner is not None:
             return self._run_pair(rank, now, action, partner)
         end = now + self.time_of(action)
@@ -292,9 +297,9 @@ class Clock:
     def _run_pair(
         self, rank: int, now: float, forward: Action, backward: Action
     ) -> float:
-        """Run a pair starting at `now`, and return when its two actions end.
+        """Run a pair starting at `now` and return when its two actions end.
 
-        Layers are paired one to one, and the surplus layers of the longer stage run alone.
+        Layers are paired one to one, and the larger stage's surplus layers run alone.
         """
         time = exchange = compute = 0.0
         # A stage's forward time is proportional to its number of layers.
@@ -305,14 +310,14 @@ class Clock:
             time += alone
             exchange += paired_share * self.all_to_all_of(action)
             compute += paired_share * (alone - self.all_to_all_of(action))
-        # The shorter of communication and computation is hidden by the longer one.
+        # Whichever takes longer, communication or computation, hides the other.
         end = now + time - self._hides * min(exchange, compute)
         self.starts[rank] += (now, now)
         self.ends[rank] += (end, end)
         return end
 
     def arrivals(self, action: Action, end: float) -> list[float]:
-        """Return when an action's result arrives at each action that needs it."""
+        """Return when an action's result arrives at every action that needs it."""
         stage, kind, microbatch, slice_index = action
         arrivals = []
         for link in self._links[kind][stage]:

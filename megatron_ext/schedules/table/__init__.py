@@ -1,1 +1,1 @@
-"""Schedules as data: actions, placement, derived messages, and a proof that a table completes."""
+"""Schedules as data: actions, placement, derived messages, and the proof that tables complete."""

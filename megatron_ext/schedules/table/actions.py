@@ -1,7 +1,7 @@
-"""A pipeline schedule: one ordered list of actions for each rank.
+"""A pipeline schedule: one ordered list of actions per rank.
 
 Nothing here depends on how an action is executed. Generators build schedules, and passes and
-renderers read them. All of them need only the standard library.
+renderers read them. All of this depends only on the standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["F", "B", "I", "W", "R"]
 """F: forward pass. B: full backward pass. I: input gradient. W: weight gradient (B = I + W). R:
-recomputation (or receipt) of activations on a backward rank (see `Schedule.disaggregated`)."""
+recomputation or receipt of activations on a backward rank (see `Schedule.disaggregated`)."""
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W", "R")
 
@@ -32,16 +32,16 @@ SliceSizes = tuple[tuple[float, ...], ...]
 """By micro-batch: the number of tokens in each slice, as a fraction of the longest micro-batch."""
 
 Link = tuple[int, int]
-"""(sending rank, receiving rank). If the two are equal, the receiver is the rank's twin."""
+"""(sending rank, receiving rank). If both are the same, the receiver is the rank's twin."""
 
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
-# At most nine digits, because no table needs more, and `int` raises a different error for thousands
-# of digits.
+# At most nine digits, because no table needs more, and for thousands of digits `int`
+# raises a different error.
 _ACTION = re.compile(r"([0-9]{1,9})([FBIWR])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
 class Action(NamedTuple):
-    """One pass over one stage, for a micro-batch or for one of its slices."""
+    """A pass over one stage, for a micro-batch or one of its slices."""
 
     stage: int
     kind: Kind
@@ -50,7 +50,7 @@ class Action(NamedTuple):
     """Index of the sequence slice that this action processes."""
 
     def __str__(self) -> str:
-        """Return the text form used by torch.distributed.pipelining, such as `2F0`, or `2F0.3`."""
+        """Return the text form used by torch.distributed.pipelining, such as `2F0` or `2F0.3`."""
         text = f"{self.stage}{self.kind}{self.microbatch}"
         return f"{text}.{self.slice}" if self.slice else text
 
@@ -64,7 +64,7 @@ class Action(NamedTuple):
         match = _ACTION.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"{text[:40]!r} is not an action; write stage, kind (F, B, I, W or R) and "
+                f"{text[:40]!r} is not an action; write the stage, kind (F, B, I, W or R) and "
                 f"micro-batch, as in 2F0"
             )
         stage, kind, microbatch, slice_index = match.groups(default="0")
@@ -76,9 +76,9 @@ Row = tuple[Action, ...]
 
 
 def parse_row(cells: Iterable[str]) -> tuple[Row, frozenset[int]]:
-    """Return the actions in a row of cells, and the positions where pairs start (`Schedule.pairs`).
+    """Return the actions in a row of cells and the positions where pairs start (`Schedule.pairs`).
 
-    A cell is an action such as `2F0`, a pair as torch.distributed.pipelining writes it, such as
+    A cell is an action such as `2F0`, a pair in torch.distributed.pipelining's notation, such as
     `(0F4;7B1)OVERLAP_F_B`, or empty.
 
     Raises:
@@ -100,7 +100,7 @@ def parse_row(cells: Iterable[str]) -> tuple[Row, frozenset[int]]:
 
 
 class Output(NamedTuple):
-    """A result that an action for micro-batch 0 sends to another stage or rank."""
+    """A result that a micro-batch 0 action sends to another stage or rank."""
 
     target: Action
     """The action that needs the result."""
@@ -109,10 +109,10 @@ class Output(NamedTuple):
 
 
 class Bypass(NamedTuple):
-    """A message that skips the stages between two ranks, sent once per micro-batch by the model.
+    """A message that skips the stages between two ranks, sent by the model once per micro-batch.
 
-    A bypass adds no constraint to a table: the receiving forward pass already depends on the
-    sending forward pass, through the stages in between. Backward passes run in the opposite order.
+    A bypass does not constrain a table further: the receiving forward pass already depends on the
+    sending one, through the stages in between. Backward passes run in the opposite order.
     """
 
     kind: Literal["P", "G"]
@@ -136,7 +136,7 @@ class Bypass(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A static pipeline schedule: each rank's actions, in order. Messages are derived from them.
+    """A static pipeline schedule: every rank's actions, in order. Messages are derived from them.
 
     If the placement has twins (BitPipe), the schedule is the table for one of two mirrored
     pipelines, each of which runs half of the micro-batches. `transforms.literal_rows` returns the
@@ -147,28 +147,28 @@ class Schedule:
     """Registered name, for example `zb-v`, or `csv:FILE` for a loaded table."""
     placement: Placement
     num_microbatches: int
-    """Number of micro-batches that one pipeline runs per step; they are numbered from 0."""
+    """Number of micro-batches that one pipeline runs per step, numbered from 0."""
     rows: tuple[Row, ...]
-    """One row for each pipeline rank."""
+    """One row per pipeline rank."""
     options: Mapping[str, Option] = field(default_factory=dict)
     """Options that distinguish tables with the same name, for example `{"chunks": 2}`."""
     bypasses: tuple[Bypass, ...] = ()
     """Messages that skip stages, in the order in which an action sends or receives them."""
     slices: tuple[float, ...] = (1.0,)
-    """Share of a micro-batch's tokens in each of its slices (`slices.py`). Each stage runs the
-    forward passes for a micro-batch's slices in order, because attention reads keys and values from
-    earlier slices. It runs their backward passes in reverse, because a backward pass adds to the
-    gradients of the keys and values that it reads."""
+    """Each slice's share of a micro-batch's tokens (`slices.py`). Every stage runs the forward
+    passes for a micro-batch's slices in order, because attention reads keys and values from earlier
+    slices. Their backward passes run in reverse, because a backward pass adds to the gradients of
+    the keys and values that it reads."""
     slice_sizes: SliceSizes = ()
-    """Slice sizes by micro-batch, if lengths differ; `slices` is then unused. If empty, all
-    micro-batches are cut into `slices`."""
+    """Slice sizes by micro-batch, if lengths differ, in which case `slices` is unused. If empty,
+    all micro-batches are cut into `slices`."""
     pairs: tuple[frozenset[int], ...] = ()
-    """By rank: positions of forward passes that run as one action together with the following
-    backward pass, so that the computation in each pass hides the communication in the other. A pair
-    starts when the inputs of both actions have arrived, and sends its results when both have
-    finished. Empty if the table has no pairs. Code that reads only the rows sees the two actions in
-    sequence, which is correct for counting activations and gradients, and for the order in which
-    gradients are summed."""
+    """By rank: positions of forward passes that run together with the following backward pass as
+    one action, so that one pass's computation hides the other's communication. A pair starts when
+    the inputs of both actions have arrived and sends its results when both have finished. Empty if
+    the table has no pairs. Code that reads only the rows sees the two actions in sequence, which is
+    correct for counting activations and gradients and for the order in which gradients are
+    summed."""
 
     @property
     def pp(self) -> int:
@@ -177,25 +177,25 @@ class Schedule:
 
     @property
     def total_microbatches(self) -> int:
-        """Number of micro-batches in one step, counting both twins."""
+        """Number of micro-batches per step, counting both twins."""
         return self.num_microbatches * self.placement.twins
 
     @cached_property
     def num_slices(self) -> int:
-        """Maximum number of slices per micro-batch; 1 if no micro-batch is cut."""
+        """Maximum number of slices per micro-batch, or 1 if no micro-batch is cut."""
         return max(map(len, self.slice_sizes), default=len(self.slices))
 
     def num_slices_of(self, microbatch: int) -> int:
-        """Return the number of slices in one micro-batch."""
+        """Return the number of slices in a micro-batch."""
         return len(self.sizes_of(microbatch))
 
     def sizes_of(self, microbatch: int) -> tuple[float, ...]:
-        """Return the size of each slice in a micro-batch, relative to the longest micro-batch."""
+        """Return the sizes of a micro-batch's slices, relative to the longest micro-batch."""
         return self.slice_sizes[microbatch] if self.slice_sizes else self.slices
 
     @property
     def slices_in_step(self) -> int:
-        """Number of places for slices in a step; each stage runs at most one F per place.
+        """Number of places for slices in a step. A stage runs at most one F per place.
 
         Slice s of micro-batch i has place `i * num_slices + s`. If micro-batches have different
         numbers of slices, the places after a micro-batch's last slice stay empty.
@@ -211,14 +211,14 @@ class Schedule:
     def disaggregated(self) -> bool:
         """Whether a stage's forward and backward passes run on separate ranks.
 
-        If so, each backward pass is preceded by an R, which reruns the forward pass or receives
+        If so, every backward pass is preceded by an R, which reruns the forward pass or receives
         saved activations.
         """
         return self.placement.backward_rank_of is not None
 
     @property
     def ships_activations(self) -> bool:
-        """Whether forward ranks send layer inputs, so that backward ranks recompute by layer."""
+        """Whether forward ranks send layer inputs and backward ranks recompute layer by layer."""
         return self.disaggregated and self.options.get("activations") == "ship"
 
     @property
@@ -228,22 +228,22 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some backward pass is split into I and W."""
+        """Whether any backward pass is split into I and W."""
         return any(action.kind == "I" for row in self.rows for action in row)
 
     def pairs_of(self, rank: int) -> frozenset[int]:
-        """Return the positions in a rank's row at which a pair starts."""
+        """Return the positions in a rank's row where a pair starts."""
         return self.pairs[rank] if self.pairs else frozenset()
 
     def begins(self, rank: int) -> list[int]:
-        """Return the positions in a rank's row at which a single action or a pair starts."""
+        """Return the positions in a rank's row where a single action or a pair starts."""
         pairs = self.pairs_of(rank)
         return [
             index for index in range(len(self.rows[rank])) if index - 1 not in pairs
         ]
 
     def cells(self, rank: int) -> Iterator[str]:
-        """Yield the text of each action or pair on a rank, in the format that `parse_row` reads."""
+        """Yield every action or pair on a rank as text, in the format that `parse_row` reads."""
         row = self.rows[rank]
         pairs = self.pairs_of(rank)
         for index in self.begins(rank):
@@ -252,10 +252,10 @@ class Schedule:
             else:
                 yield str(row[index])
 
-    # Cached, because `needs` and `feeds` look it up for each action.
+    # Cached, because `needs` and `feeds` use it for every action.
     @cached_property
     def split(self) -> frozenset[tuple[int, int, int]]:
-        """The (stage, micro-batch, slice) of each backward pass that is split into I and W."""
+        """The (stage, micro-batch, slice) of every backward pass that is split into I and W."""
         split: set[tuple[int, int, int]] = set()
         for row in self.rows:
             for stage, kind, microbatch, slice_index in row:
@@ -264,13 +264,13 @@ class Schedule:
         return frozenset(split)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """Return the actions whose results an action needs; all dependencies are derived from this.
+        """Return the actions whose results an action needs. All dependencies are derived from this.
 
-        F needs the F on the previous stage. B and I need the forward pass on their own stage and
-        the backward pass on the next stage. W needs the I on its stage. R needs the same inputs as
-        F or, if activations are shipped, its stage's F, which runs on another rank. On the same
-        stage, a slice's F also needs the previous slice's F, and its backward pass needs the next
-        slice's backward pass.
+        F needs the previous stage's F. B and I need the forward pass on their own stage and the
+        backward pass on the next stage. W needs its stage's I. R needs the same inputs as F or, if
+        activations are shipped, its stage's F, which runs on another rank. On the same stage, a
+        slice's F also needs the previous slice's F, and its backward pass needs the next slice's
+        backward pass.
         """
         stage, kind, _, slice_index = action
         if kind == "W":
@@ -279,16 +279,16 @@ class Schedule:
             return (action._replace(kind="F"),)
         source = self.placement.source(stage, kind)
         needed: list[Action] = []
-        # A recomputation needs the same input as its stage's forward pass, but not that pass's
-        # result.
+        # Recomputation needs the same input as the stage's forward pass, but not that
+        # pass's result.
         if kind in ("F", "R"):
             if source is not None:
                 needed.append(action._replace(stage=source, kind="F"))
             if slice_index:
                 needed.append(action._replace(slice=slice_index - 1))
             return tuple(needed)
-        # The backward pass reads the activations kept by F on the same rank or, if the roles are
-        # separate, by R.
+        # The backward pass reads the activations that F keeps or, if the roles are
+        # separate, R.
         needed.append(action._replace(kind="R" if self.disaggregated else "F"))
         if source is not None:
             needed.append(self._backward(action, source))
@@ -297,19 +297,19 @@ class Schedule:
         return tuple(needed)
 
     def feeds(self, action: Action) -> tuple[Action, ...]:
-        """Return the actions that need an action's result: the inverse of `needs`."""
+        """Return the actions that need an action's result. This is the inverse of `needs`."""
         stage, kind, _, slice_index = action
         target = self.placement.target(stage, kind)
         fed: list[Action] = []
         if kind == "F":
-            # If backward ranks recompute, no rank runs the last stage's F, and the stage's R takes
-            # the input instead.
+            # If backward ranks recompute, no rank runs the last stage's F, and the last
+            # stage's R takes the input instead.
             if target is not None and self.runs_forward(target):
                 fed.append(action._replace(stage=target))
             if slice_index + 1 < self.num_slices_of(action.microbatch):
                 fed.append(action._replace(slice=slice_index + 1))
-            # This stage's backward pass reads the activations, or R receives them. If backward
-            # ranks recompute instead, the next stage's R starts from this output.
+            # The activations go to this stage's backward pass or R. If backward ranks
+            # recompute instead, the next stage's R starts from this output.
             if not self.disaggregated:
                 fed.append(self._backward(action, stage))
             elif self.ships_activations:
@@ -330,7 +330,7 @@ class Schedule:
         return tuple(fed)
 
     def travels(self, source: Action, target: Action) -> bool:
-        """Return whether a result that `target` needs leaves the stage or rank of `source`."""
+        """Return whether the result that `target` needs leaves the stage or rank of `source`."""
         rank_for = self.placement.rank_for
         return source.stage != target.stage or rank_for(*source[:2]) != rank_for(
             *target[:2]
@@ -355,7 +355,8 @@ class Schedule:
                     rank_for(stage, kind),
                     rank_for(fed.stage, fed.kind),
                 )
-                # A stage's two roles are on different ranks, which `hops` does not cover.
+                # `hops` does not cover a stage's two roles, which are on different
+                # ranks.
                 if (
                     fed.stage != stage
                     and self.placement.hops[min(fed.stage, stage)] == "local"
@@ -366,7 +367,7 @@ class Schedule:
         return links
 
     def _backward(self, action: Action, stage: int) -> Action:
-        """Return a stage's backward pass for the same micro-batch and slice as an action."""
+        """Return a stage's backward pass for an action's micro-batch and slice."""
         kind: Kind = "I" if (stage, *action[2:]) in self.split else "B"
         return action._replace(stage=stage, kind=kind)
 
@@ -379,7 +380,7 @@ class Schedule:
         return not (self.disaggregated and is_last) or self.ships_activations
 
     def marked(self, rank: int, index: int, context: int = 5) -> str:
-        """Return the actions next to one action, which is marked by `>> <<`, for an error message.
+        """Return an action, marked with `>> <<`, and its neighbours, for an error message.
 
         An index after the last action marks the end of the row.
         """
@@ -397,14 +398,14 @@ class Schedule:
 
     @property
     def label(self) -> str:
-        """The name and options for display, for example `bitpipe order=zb`."""
+        """The name and options to display, for example `bitpipe order=zb`."""
         return " ".join(
             [self.name, *(f"{key}={value}" for key, value in self.options.items())]
         )
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the table. Ranks compare digests at start-up to verify that tables match."""
+        """SHA-256 of the table. At start-up, ranks compare digests to verify that tables match."""
         sha = hashlib.sha256(repr((self.placement, self.num_microbatches)).encode())
         if self.bypasses:
             sha.update(repr(self.bypasses).encode())

@@ -1,7 +1,7 @@
-"""Derives the messages that each action in a table receives and sends.
+"""Derives the messages that a table's actions receive and send.
 
-Generators place only computation, and this pass adds the messages. Each message has a name (kind,
-receiving stage, micro-batch). So a receiver may consume messages in any order, and a send never
+Generators only place computation. This pass adds the messages. Every message has a name (kind,
+receiving stage, micro-batch), so a receiver may consume messages in any order, and a send never
 depends on the order of its peer's receives. If two consecutive stages are on the same rank, the
 tensor between them stays local.
 
@@ -32,28 +32,27 @@ class Transfer(NamedTuple):
     verb: Literal["RECV", "SEND", "LOCAL"]
     message: Message
     peer: int
-    """Pipeline rank of the peer; in a `runtime.program.Program`, its global rank."""
+    """The peer's pipeline rank or, in a `runtime.program.Program`, its global rank."""
     to_twin: bool = False
     """Whether the peer belongs to the mirrored pipeline."""
 
 
 class Exchange(NamedTuple):
-    """One action and its messages, in the order in which the executor handles them."""
+    """An action and its messages, in the order in which the executor handles them."""
 
     action: Action
     awaits: tuple[Transfer, ...] = ()
     """Credits that must arrive before the action starts."""
     inputs: tuple[Transfer, ...] = ()
-    """RECV or LOCAL from a neighbouring stage, if any, followed by RECV of bypasses."""
+    """RECV or LOCAL from a neighbouring stage, if any, followed by the RECVs of bypasses."""
     grants: tuple[Transfer, ...] = ()
     """Credits to grant as soon as the inputs have arrived."""
     outputs: tuple[Transfer, ...] = ()
-    """SEND or LOCAL to the next or previous stage, if any, followed by SEND of bypasses. Empty for
-    W and R."""
+    """SEND or LOCAL to the next or previous stage, if any, followed by the SENDs of bypasses. Empty
+    for W and R."""
     partner: Exchange | None = None
-    """The backward pass that runs with this forward pass as a pair. Neither of the two runs before
-    the inputs of both have arrived. Outputs are sent after both have run, starting with the forward
-    pass's outputs."""
+    """The backward pass that runs as a pair with this forward pass. Neither runs until the inputs
+    of both have arrived. Outputs are sent after both have run, the forward pass's first."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -80,10 +79,10 @@ class Exchange(NamedTuple):
 def exchanges(
     schedule: Schedule, rank: int, window: int | None = None
 ) -> tuple[Exchange, ...]:
-    """Return a rank's exchanges, one for each action or pair in its row, in order.
+    """Return a rank's exchanges, one per action or pair in its row, in order.
 
     In a disaggregated table, a forward rank may run `window` micro-batches ahead of the backward
-    rank, which grants a credit for each micro-batch that it starts. None means no limit, and no
+    rank, which grants a credit for every micro-batch that it starts. None means no limit, and no
     credits are sent.
     """
     messages = _Messages(schedule, window)
@@ -99,7 +98,7 @@ def exchanges(
 
 
 class _Messages:
-    """The messages for each action in a table."""
+    """The messages of every action in a table."""
 
     def __init__(self, schedule: Schedule, window: int | None) -> None:
         self._schedule = schedule
@@ -110,12 +109,12 @@ class _Messages:
         for bypass in schedule.bypasses:
             self._sent_bypasses[bypass.kind, bypass.stage].append(bypass)
             self._received_bypasses[bypass.kind, bypass.taker].append(bypass)
-        # By kind and stage. All micro-batches and slices have the same messages, and deriving them
-        # for each action would take ten times as long.
+        # By kind and stage. All micro-batches and slices have the same messages, and
+        # deriving them for every action would take ten times as long.
         self._patterns: dict[tuple[Kind, int], Exchange] = {}
 
     def exchange(self, action: Action) -> Exchange:
-        """Return an action with its messages, but without a partner."""
+        """Return an action with its messages but without a partner."""
         stage, kind, microbatch, slice_index = action
         place = (kind, stage)
         if place not in self._patterns:
@@ -130,8 +129,9 @@ class _Messages:
         )
 
     def _pattern(self, action: Action) -> Exchange:
-        """Return an action for micro-batch 0 with its messages, but without credits."""
-        # At both ends, tensors from neighbouring stages precede bypasses.
+        """Return an action for micro-batch 0 with its messages but without credits."""
+        # On both the sender and the receiver, tensors of neighbouring stages precede
+        # bypasses.
         inputs = []
         for needed in self._schedule.needs(action):
             if self._schedule.travels(needed, action):
@@ -162,7 +162,8 @@ class _Messages:
         """Return the transfer for the tensor from `source` to `target`."""
         placement = self._schedule.placement
         hop: Hop = "rank"
-        # A stage's two roles are on different ranks, which `placement.hops` does not cover.
+        # `placement.hops` does not cover a stage's two roles, which are on different
+        # ranks.
         if source.stage != target.stage:
             hop = placement.hops[min(source.stage, target.stage)]
         return Transfer(
@@ -180,14 +181,14 @@ class _Messages:
         *,
         peer_stage: int,
     ) -> Transfer:
-        """Return the transfer for a bypass, as seen by the rank that runs `action`."""
+        """Return a bypass's transfer as seen by the rank that runs `action`."""
         peer = self._schedule.placement.rank_for(peer_stage, _BYPASS_ENDS[bypass.kind])
         return Transfer(verb, bypass.message(action), peer, bypass.to_twin)
 
     def _awaited_credits(self, action: Action) -> tuple[Transfer, ...]:
         stage, kind, microbatch, _ = action
-        # The first `window` forward passes need no credit, because the forward rank may be that far
-        # ahead.
+        # The first `window` forward passes need no credit, because the forward rank may
+        # run that far ahead.
         if self._window is None or kind != "F" or microbatch < self._window:
             return ()
         backward_rank = self._schedule.placement.rank_for(stage, "R")
@@ -202,8 +203,8 @@ class _Messages:
         ):
             return ()
         granted = microbatch + self._window
-        # No forward pass would wait for a credit beyond the last micro-batch, so such a message
-        # would still be in flight at the end of the step.
+        # No forward pass waits for a credit beyond the last micro-batch, so such a
+        # message would still be in flight at the end of the step.
         if granted >= self._schedule.num_microbatches:
             return ()
         forward_rank = self._schedule.placement.rank_for(stage, "F")
@@ -223,10 +224,10 @@ def _renamed(
     return tuple(renamed)
 
 
-# Kind of bypass that each kind of action receives and sends.
+# Kind of action -> the kind of bypass that it receives and sends.
 _BYPASS_KIND = {"F": "P", "B": "G", "I": "G"}
-# The kind of action that sends and receives each kind of bypass. A stage's I runs on the same rank
-# as its B, so B stands for both.
+# Kind of bypass -> the kind of action that sends and receives it. A stage's I runs on
+# the same rank as its B, so B stands for both.
 _BYPASS_ENDS = {"P": "F", "G": "B"}
 
 
@@ -237,6 +238,6 @@ def tensor_of(action: Action) -> Message:
 
 
 def reduction_order(row: Row) -> tuple[int, ...]:
-    """Return the stages in a row in the order in which their gradients become complete."""
+    """Return the stages in a row in the order in which their gradients are completed."""
     last_index = {action.stage: index for index, action in enumerate(row)}
     return tuple(sorted(last_index, key=last_index.__getitem__))

@@ -1,6 +1,6 @@
-"""Cuts a model's layers into the stages of a placement, and balances the work across ranks.
+"""Cuts a model's layers into a placement's stages and balances the work across ranks.
 
-A cut is given as the number of layers per stage, or as a layout in Megatron's notation.
+A cut is a number of layers per stage, or a layout in Megatron's notation.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def cut(
 ) -> list[int]:
     """Return the number of layers per stage that minimizes the work on the busiest rank.
 
-    If each rank has one stage, the result is exact: dynamic programming over (stage, end) minimizes
-    the longest stage, then the sum of squares. If ranks have several stages, that cut is only the
-    starting point: unless `by_stage` is set, single layers then move from the busiest rank to other
-    ranks as long as this helps. It depends on the schedule whether even ranks or even stages are
-    faster.
+    If every rank has one stage, the result is exact: dynamic programming over (stage, end)
+    minimizes the longest stage, then the sum of squares. If ranks have more than one stage, that
+    cut is only the starting point: unless `by_stage` is set, single layers then move from the
+    busiest rank to other ranks as long as this helps. The schedule determines whether even ranks or
+    even stages are faster.
 
     Args:
-        layers: Work in each transformer layer, in any unit.
+        layers: Work in every transformer layer, in any unit.
         first: Work in the first stage besides its layers: the embedding.
         last: Work in the last stage besides its layers: MTP and the loss.
-        placement: The rank of each stage.
+        placement: The stages' placement.
         least_first: Minimum number of layers in the first stage.
         least_last: Minimum number of layers in the last stage. All other stages need at least one
-        layer.
+            layer.
         by_stage: Whether to minimize the longest stage instead of the work on the busiest rank.
 
     Raises:
@@ -61,7 +61,7 @@ def cut(
 
 
 _Work = tuple[float, float]
-"""(work in the longest stage, sum of squares over all stages); smaller is better."""
+"""(work in the longest stage, sum of squares over all stages). Smaller is better."""
 
 _NEVER: _Work = (float("inf"), 0.0)
 
@@ -82,14 +82,15 @@ def _by_longest_stage(
     """
     count = len(layers)
     work_before = [0.0, *accumulate(layers)]
-    # If each stage in turn is filled up to this much work, all layers fit. So no stage in the best
-    # cut needs more, and the search can skip longer stages. The factor absorbs rounding errors.
+    # All layers fit if every stage in turn is filled up to this much work. No stage in
+    # the best cut therefore needs more, and the search can skip longer stages. The
+    # factor absorbs rounding errors.
     mean_work = (work_before[-1] + first + last) / num_stages
     enough = max(mean_work, first, last) + max(layers)
     enough *= 1 + 1e-9
     # By end layer: the work in the best cut of all stages so far.
     best: list[_Work] = [(0.0, 0.0)] + [_NEVER] * count
-    # By stage and end layer: the first layer of the stage in that cut.
+    # By stage and end layer: the stage's first layer in that cut.
     starts: list[list[int]] = []
     for stage in range(num_stages):
         min_layers = 1
@@ -100,7 +101,7 @@ def _by_longest_stage(
         if stage == num_stages - 1:
             min_layers = least_last
             extra += last
-        # Leave enough layers for the earlier and the later stages.
+        # Leave enough layers for earlier and later stages.
         layers_before = least_first + stage - 1 if stage else 0
         layers_behind = max(0, num_stages - stage - 2 + least_last)
         ends: Sequence[int] = range(
@@ -123,9 +124,9 @@ def _by_longest_stage(
         best = stage_best
         starts.append(stage_starts)
     if best[count] == _NEVER:
-        raise ScheduleError(f"{count} layers do not divide into {num_stages} stages")
+        raise ScheduleError(f"{count} layers are too few for {num_stages} stages")
     counts = []
-    # Starting from the last layer, trace the stage boundaries of the best cut.
+    # Starting from the last layer, trace back the best cut's stage boundaries.
     end = count
     for stage_starts in reversed(starts):
         counts.append(end - stage_starts[end])
@@ -141,7 +142,7 @@ def loads(
     last: float,
     placement: Placement,
 ) -> list[float]:
-    """Return the work on each rank for a given cut, in the same unit as `layers`."""
+    """Return the work by rank for a given cut, in the unit of `layers`."""
     rank_work = [0.0] * placement.num_ranks
     start = 0
     for stage, count in enumerate(counts):
@@ -163,23 +164,25 @@ def _move(
     """Move single layers off the busiest rank while that lowers its load or the sum of squares."""
 
     def value() -> tuple[float, float, int]:
-        """Return the tuple that a move must lower: highest load, sum of squares, longest stage."""
+        """Return the tuple that a move must lower: highest load, sum of squares, most layers."""
         rank_work = loads(counts, layers, first, last, placement)
-        # Round, because summing in a different order could otherwise look like an improvement.
+        # Round, because summing in a different order could otherwise look like an
+        # improvement.
         squares = sum(work * work for work in rank_work)
         return round(max(rank_work), 12), round(squares, 12), max(counts)
 
     least_first, least_last = least_ends
     least_of = {0: least_first, len(counts) - 1: least_last}
     reached = value()
-    # Each move lowers the value, so the search always terminates. The limit bounds the time that
-    # the search takes.
+    # Every move lowers the value, so the search always terminates. The limit bounds the
+    # search time.
     for _ in range(4 * len(layers)):
         rank_work = loads(counts, layers, first, last, placement)
         busiest = max(range(len(rank_work)), key=rank_work.__getitem__)
         # The best move: (value, stage that gives a layer, stage that takes it).
         best = (reached, 0, 0)
-        # Try to move one layer from each stage on the busiest rank to each other stage.
+        # Try to move one layer from every stage on the busiest rank to every other
+        # stage.
         for giver in placement.stages_of[busiest]:
             if counts[giver] <= least_of.get(giver, 1):
                 continue
@@ -206,14 +209,14 @@ def spread(
 ) -> list[int]:
     """Return the number of layers per stage that gives all stages about the same work.
 
-    All layers are considered equal; `cut` takes the work in each layer into account.
+    All layers are assumed to be the same. Use `cut` if the work differs between layers.
 
     Args:
         num_layers: Number of layers in the model.
         num_stages: Number of stages.
         first: Work in the first stage besides its layers, in units of a layer.
         last: Work in the last stage besides its layers, in units of a layer.
-        rank_of: The rank of each stage. If None, each stage is on a separate rank.
+        rank_of: By stage: its rank. If None, every stage is on a separate rank.
     """
     rank_of = rank_of or range(num_stages)
     stage_work = [0.0] * num_stages
@@ -224,10 +227,10 @@ def spread(
         rank_work[rank_of[stage]] += work
 
     def preference(stage: int) -> tuple[float, float, int]:
-        # Among equal stages, prefer the rank with the least work. Otherwise, all remaining layers
-        # would end up on the middle ranks, which hold two such stages each in a V. Among equal
-        # ranks, prefer those in the middle, because those at the ends also compute the embedding
-        # and the loss.
+        # Among equal stages, prefer the rank with the least work. Otherwise, all
+        # remaining layers would end up on the middle ranks, which hold two such stages
+        # each in a V. Among equal ranks, prefer those in the middle, because those at
+        # the ends compute the embedding and the loss as well.
         off_centre = abs(2 * stage - num_stages + 1)
         return stage_work[stage], rank_work[rank_of[stage]], off_centre
 
@@ -241,14 +244,14 @@ def spread(
 
 
 def layout_of(counts: Sequence[int], mtp_layers: int) -> str:
-    """Return the layout in the notation that `--pipeline-model-parallel-layout` takes."""
+    """Return the layout in the notation of `--pipeline-model-parallel-layout`."""
     return "E" + "|".join("t" * count for count in counts) + "m" * mtp_layers + "L"
 
 
 def parse_layout(text: str) -> list[str]:
-    """Return each stage's layers, one letter per layer, from a layout in Megatron's notation.
+    """Return every stage's layers, one letter per layer, from a layout in Megatron's notation.
 
-    `(...)*n` and `x*n` are repetitions. Commas have no meaning.
+    `(...)*n` and `x*n` are repetitions. Commas are ignored.
 
     Raises:
         ScheduleError: A letter does not represent a layer.
@@ -260,7 +263,7 @@ def parse_layout(text: str) -> list[str]:
     unknown = set(unrolled) - set("EtmL|")
     if unknown:
         raise ScheduleError(
-            f"--pipeline-model-parallel-layout {text} has {' and '.join(sorted(unknown))}, but "
-            "layers are E, t, m and L; use only these letters"
+            f"--pipeline-model-parallel-layout {text} contains {' and '.join(sorted(unknown))}, "
+            "but layers are E, t, m and L; use only these letters"
         )
     return unrolled.split("|")

@@ -14,7 +14,7 @@ from megatron_ext.errors import ScheduleError
 
 @dataclass(frozen=True)
 class LengthCost:
-    """Cost of a sample with L tokens: `linear * L + quadratic * L^2`, in any unit.
+    """The cost of a sample with L tokens: `linear * L + quadratic * L^2`, in any unit.
 
     Raises:
         ScheduleError: A coefficient is negative, or both are 0.
@@ -30,11 +30,11 @@ class LengthCost:
         if min(self.linear, self.quadratic) < 0 or not self.linear + self.quadratic > 0:
             raise ScheduleError(
                 f"a sample of L tokens cannot cost {self.linear:g} * L + {self.quadratic:g} * L^2; "
-                "use coefficients of 0 or more, one of them positive, for example 1,0.0001"
+                "use non-negative coefficients, at least one positive, for example 1,0.0001"
             )
 
     def attention_share(self, length: int) -> float:
-        """Return the share of attention in a sample's cost, from 0 to 1."""
+        """Return attention's share of a sample's cost, between 0 and 1."""
         return self.quadratic * length / (self.linear + self.quadratic * length)
 
     @classmethod
@@ -66,18 +66,19 @@ class LengthCost:
         """Return the floating-point operations in one layer's forward pass with causal attention.
 
         Count two operations per weight and token for the query and output projections, keys and
-        values, and the matrices of the feed-forward network. Count two operations per product in Q
-        K^T and in A V; the causal mask removes half of them. With the defaults, this is 24 h^2 L +
-        2 h L^2: the count in Narayanan et al. 2021 (arXiv 2104.04473, appendix), with half of its
-        attention. A backward pass takes twice as many operations, so the ratio is the same.
+        values, and the feed-forward network's matrices. Count two operations per product in Q K^T
+        and in A V; the causal mask removes half of them. With the defaults, this is
+        24 h^2 L + 2 h L^2: the count in Narayanan et al. 2021 (arXiv 2104.04473, appendix), with
+        half of its attention. A backward pass takes twice as many operations, so the ratio is the
+        same.
 
         Args:
             hidden_size: h, the model width.
-            ffn_hidden_size: Width of the feed-forward network; for mixtures of experts, the total
-                width of the experts that process a token. If None, it is 4h.
+            ffn_hidden_size: Width of the feed-forward network or, for mixtures of experts, the
+                total width of the experts that process a token. If None, 4h.
             gated: Whether the feed-forward network has a third matrix, as in SwiGLU.
-            query_width: Number of heads times head width. If None, it is h.
-            key_width: Number of key-value groups times head width. If None, it is the query width.
+            query_width: Number of heads times head width. If None, h.
+            key_width: Number of key-value groups times head width. If None, the query width.
 
         Raises:
             ScheduleError: A width is not positive.

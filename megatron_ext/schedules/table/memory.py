@@ -1,18 +1,17 @@
 """Computes a table's memory needs from the order of its actions.
 
-The activations of one stage and micro-batch are alive from the start of F to the end of B or, if
-the backward pass is split, of W. The part that is kept after I for W is the *weight stash*. The
-unit is Ma, the activations of one micro-batch on 1/pp of the model, so one stage holds
-pp/num_stages Ma.
+A micro-batch's activations on a stage are alive from the start of F to the end of B or, if the
+backward pass is split, of W. The part that is kept after I for W is the *weight stash*. The unit is
+Ma, the activations of one micro-batch on 1/pp of the model, so one stage holds pp/num_stages Ma.
 
 Most layers hold less memory after I than before. Layers that are recomputed, or that keep their
 gathered input for W, hold more. The *stash ratio* is the memory that a micro-batch holds between I
-and W, divided by the memory that it holds between F and I.
+and W divided by the memory that it holds between F and I.
 
 A slice holds its share of a micro-batch's activations. If a micro-batch runs in slices, its keys
 and values are alive from its first F to its last backward pass. From its first backward pass on,
-their gradients take up the same amount of memory. Keys and values are counted separately, because
-their size depends on the number of attention heads that share them.
+their gradients use the same amount of memory. Keys and values are counted separately, because their
+size depends on the number of attention heads that share them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Kind, Row, Schedule
 
 Edge = tuple[int, int, str]
-"""(sending rank, receiving rank, kind of message). If the two ranks are equal, the receiver is the
+"""(sending rank, receiving rank, kind of message). If both ranks are the same, the receiver is the
 rank's twin."""
 
 
@@ -43,22 +42,22 @@ class Memory:
     micro-batch's keys and values on 1/pp of the model. Empty without slices."""
 
 
-# Bytes per token and unit of width that a layer does not keep between F and I if Megatron
-# recomputes a module: the norms' outputs; queries, keys and values; and the activation function's
-# input and output. Attention itself keeps only its operands.
+# Bytes per token and unit of width that a layer does not keep between F and I if
+# Megatron recomputes a module: the norms' outputs; queries, keys and values; and the
+# activation function's input and output. Attention itself keeps only its operands.
 _RECOMPUTED = {"layernorm": 4, "mla_up_proj": 6, "mlp": 16, "moe": 16, "moe_act": 8}
 
 
 class _OffloadedBytes(NamedTuple):
     """Device memory that a layer saves if Megatron offloads a module until its backward pass.
 
-    Both fields are bytes per token and unit of width.
+    Both fields are in bytes per token and unit of width.
     """
 
     undivided: int = 0
     """Memory for tensors as wide as the model."""
     divided: int = 0
-    """Memory for tensors divided across tensor-parallel ranks."""
+    """Memory for tensors that are divided across tensor-parallel ranks."""
 
 
 _OFFLOADED = {
@@ -84,7 +83,7 @@ def stash_ratio(
     kept_inputs: float = 1.0,
     divides_inputs: bool = False,
 ) -> float:
-    """Return a transformer layer's stash ratio: bytes kept for W, divided by bytes kept for I.
+    """Return a transformer layer's stash ratio: bytes kept for W divided by bytes kept for I.
 
     The layer has width h and a feed-forward width of 4h, in 16 bits. Its activations are those in
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
@@ -93,25 +92,25 @@ def stash_ratio(
         tensor_parallel: Number of ranks that divide the layer.
         sequence_parallel: Whether these ranks also divide the tensors that are as wide as the
             model.
-        keeps_gathered: Whether tensors gathered by I are kept until W, as in Transformer Engine.
-        recomputed: Recomputed modules, by Megatron's names.
-        offloaded: Modules, by Megatron's names, whose inputs stay on the host until I. After that,
-            the operands for their W are on the device.
-        recomputed_layers: Share of layers that are recomputed entirely, from 0 to 1.
+        keeps_gathered: Whether tensors that I gathers are kept until W, as in Transformer Engine.
+        recomputed: Recomputed modules, by their names in Megatron.
+        offloaded: Modules, by their names in Megatron, whose inputs stay on the host until I.
+            After that, the operands for their W are on the device.
+        recomputed_layers: Share of layers that are recomputed entirely, between 0 and 1.
         kept_inputs: Number of inputs kept per recomputed layer: 1/n if n layers are recomputed
-        together.
+            together.
         divides_inputs: Whether tensor-parallel ranks divide these inputs even without sequence
             parallelism.
 
     Returns:
-        The ratio: at least 1, and a multiple of 1/16 so that its sums are exact.
+        The ratio, which is at least 1 and a multiple of 1/16, so that sums of it are exact.
     """
     divided = tensor_parallel if sequence_parallel else 1
     # Per token and unit of width: 10 + 24/t bytes, or 34/t with sequence parallelism.
     kept_bytes = 10 / divided + 24 / tensor_parallel
     recomputed_modules = set(recomputed)
     if "moe" in recomputed_modules:
-        # A recomputed expert layer includes its activation function, which must be counted only
+        # A recomputed expert layer includes its activation function, so count that only
         # once.
         recomputed_modules.discard("moe_act")
     for module in recomputed_modules:
@@ -121,7 +120,7 @@ def stash_ratio(
     for module in offloaded:
         saved = _OFFLOADED.get(module, _OffloadedBytes())
         kept_bytes -= saved.undivided / divided + saved.divided / tensor_parallel
-    # A module may be both recomputed and offloaded, but its memory is saved only once.
+    # A module may be both recomputed and offloaded, but saves its memory only once.
     kept_bytes = max(kept_bytes, 2 / divided)
     # A recomputed layer keeps only its input.
     holders_of_inputs = divided
@@ -129,10 +128,11 @@ def stash_ratio(
         holders_of_inputs = tensor_parallel
     inputs = 2 * kept_inputs / holders_of_inputs
     kept_bytes = recomputed_layers * inputs + (1 - recomputed_layers) * kept_bytes
-    # Each of the four linear layers keeps two operands until W, recomputed or not. One is as wide
-    # as the model (the input of a column-parallel layer, the gradient of a row-parallel layer), and
-    # the other operand is divided (3h/t, h/t, 4h/t and 4h/t). That adds up to 8 + 24/t bytes, or
-    # 32/t if sequence parallelism divides the first operands and W gathers them again.
+    # Recomputed or not, each of the four linear layers keeps two operands until W. One
+    # of them is as wide as the model (a column-parallel layer's input, a row-parallel
+    # layer's gradient), and the other is divided (3h/t, h/t, 4h/t and 4h/t). That adds
+    # up to 8 + 24/t bytes, or 32/t if sequence parallelism divides the former and W
+    # gathers them again.
     stash_bytes = 8.0
     if sequence_parallel and not keeps_gathered:
         stash_bytes = 8 / tensor_parallel
@@ -141,9 +141,9 @@ def stash_ratio(
 
 
 def running_peak(changes: Iterable[float]) -> float:
-    """Return the maximum of the running sum of the changes, but at least 0.
+    """Return the maximum of the changes' running sum, but at least 0.
 
-    Every memory peak is computed this way, from the changes in that kind of memory.
+    All memory peaks are computed this way, from the changes in the respective kind of memory.
     """
     return max(accumulate(changes, initial=0))
 
@@ -154,18 +154,18 @@ def most_alive(
     slices: Sequence[float] = (1.0,),
     slice_sizes: Sequence[Sequence[float]] = (),
 ) -> float:
-    """Return a row's peak of live activations, counted separately for each stage and micro-batch.
+    """Return a row's peak of live activations, counted separately per stage and micro-batch.
 
     Args:
         row: A rank's actions.
         stash_ratio: Size of a weight stash, in activations.
-        slices: Share of a micro-batch in each of its slices.
+        slices: Each slice's share of a micro-batch.
         slice_sizes: Slice sizes by micro-batch, if they differ (`Schedule.slice_sizes`).
     """
     kinds = [action.kind for action in row]
     present = set(kinds)
-    # During evaluation, no backward pass needs activations, so only those of the current forward
-    # pass are alive.
+    # During evaluation, no backward pass needs activations, so only the current forward
+    # pass's are alive.
     if present <= {"F"}:
         return len(present)
     change_of: dict[Kind, float] = {
@@ -175,11 +175,11 @@ def most_alive(
         "W": -stash_ratio,
     }
     if "R" in present:
-        # R produces the activations that the backward pass needs, so a forward pass in the same row
-        # keeps none.
+        # R produces the activations that the backward pass needs, so forward passes in
+        # the same row keep none.
         change_of["F"] = 0
         change_of["R"] = 1
-    # Use `map` instead of a loop, because tables may have millions of actions.
+    # Use `map` rather than a loop, because tables may have millions of actions.
     changes: Iterable[float] = map(change_of.__getitem__, kinds)
     if slice_sizes:
         sizes = [slice_sizes[action.microbatch][action.slice] for action in row]
@@ -191,23 +191,23 @@ def most_alive(
 
 def _keys_and_values_changes(row: Row, schedule: Schedule) -> Iterator[float]:
     """Yield the changes in keys, values and their gradients, in micro-batches on one stage."""
-    # The slices in equal micro-batches add up to 1. Other sizes occur only if lengths differ.
+    # If all micro-batches have the same length, their slices add up to 1.
     length_of: list[float] = [1] * schedule.num_microbatches
     if schedule.slice_sizes:
         length_of = [sum(sizes) for sizes in schedule.slice_sizes]
     for _, kind, microbatch, slice_index in row:
         length = length_of[microbatch]
         if kind == "F" and slice_index == 0:
-            yield length  # keys and values, from the first forward on
+            yield length  # keys and values, from the first forward pass on
         if kind in ("B", "I"):
             if slice_index == schedule.num_slices_of(microbatch) - 1:
-                yield length  # their gradients, from the first backward on
+                yield length  # their gradients, from the first backward pass on
             if slice_index == 0:
-                yield -2 * length  # the last backward frees both
+                yield -2 * length  # the last backward pass frees both
 
 
 def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[float, ...]:
-    """Return a schedule's peak activations on each rank, in Ma."""
+    """Return a schedule's peak activations, in Ma, by rank."""
     share = schedule.pp / schedule.num_stages
     peaks = []
     for row in schedule.rows:
@@ -231,18 +231,18 @@ def measure(schedule: Schedule) -> Memory:
 
 
 def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
-    """Return how many receive slots each edge needs so that no send ever waits.
+    """Return how many receive slots every edge needs so that no send ever waits.
 
-    As long as the receiver has not used an activation, that activation is still alive on the
-    sender. As long as the receiver has not used a gradient, the corresponding activation is still
-    alive on the receiver. So in both directions and for any order of arrival, an edge needs no more
-    slots than the peak number of activations alive between F and B (or I) on the stages that the
-    edge serves.
+    Until the receiver uses an activation, that activation is still alive on the sender. Until the
+    receiver uses a gradient, the corresponding activation is still alive on the receiver. In both
+    directions and for any order of arrival, an edge therefore needs no more slots than the peak
+    number of activations that are alive between F and B (or I) on the stages that the edge serves.
     """
     if schedule.disaggregated:
         return _slots_of_roles(schedule)
     slots: dict[Edge, int] = {}
-    # By stage: the rank that receives its output. The twin has the same number as the sending rank.
+    # By stage: the rank that receives its output. A twin has the same number as the
+    # sending rank.
     receivers: list[int | None] = []
     for outputs in schedule.links["F"]:
         receiver = None
@@ -253,7 +253,8 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
         receivers.append(receiver)
     for rank, row in enumerate(schedule.rows):
         for receiver, peak in _alive_by_group(row, receivers).items():
-            # Gradients return over the same link, and the same activations bound their number.
+            # Gradients come back over the same link, and the same activations bound
+            # their number.
             slots[rank, receiver, "F"] = peak
             slots[receiver, rank, "B"] = peak
     if schedule.bypasses:
@@ -264,8 +265,8 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
 def _slots_of_roles(schedule: Schedule) -> dict[Edge, int]:
     """Return the slots for a disaggregated table.
 
-    Forward passes do not wait for backward passes, so all micro-batches may be in flight on every
-    edge.
+    Forward passes do not wait for backward passes, so all micro-batches may be in flight on an edge
+    at once.
     """
     edges: set[Edge] = set()
     for kind, outputs_by_stage in schedule.links.items():
@@ -280,7 +281,7 @@ def _slots_of_roles(schedule: Schedule) -> dict[Edge, int]:
 
 
 def _add_slots_of_bypasses(schedule: Schedule, slots: dict[Edge, int]) -> None:
-    """Add the slots for bypasses on each edge.
+    """Add the slots for bypasses to every edge.
 
     A tensor in a slot belongs to a micro-batch that is still alive on the sender. A gradient in a
     slot belongs to a micro-batch that is still alive on the receiver.
@@ -296,7 +297,7 @@ def _add_slots_of_bypasses(schedule: Schedule, slots: dict[Edge, int]) -> None:
 
 
 def most_bypasses(schedule: Schedule) -> int:
-    """Return the maximum number of bypasses that one micro-batch sends between any two ranks."""
+    """Return the maximum number of bypasses that a micro-batch sends between any two ranks."""
     rank_of = schedule.placement.rank_of
     count_by_link: Counter[tuple[int, int]] = Counter()
     for bypass in schedule.bypasses:
@@ -306,7 +307,7 @@ def most_bypasses(schedule: Schedule) -> int:
 
 
 def _alive_by_group(row: Row, group_of: Sequence[int | None]) -> dict[int, int]:
-    """Return the peak of activations alive between F and B (or I), by stage group."""
+    """Return the peak number of activations alive between F and B (or I), by group of stages."""
     changes: dict[int, list[int]] = defaultdict(list)
     for stage, kind, _, _ in row:
         group = group_of[stage]

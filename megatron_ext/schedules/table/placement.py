@@ -1,4 +1,4 @@
-"""Placements: the rank of each stage in the model.
+"""Placements: which rank holds each stage of the model.
 
 | name   | stages on p ranks | stage s is on rank                        | first, last stage |
 |--------|-------------------|-------------------------------------------|-------------------|
@@ -17,8 +17,7 @@ from itertools import pairwise
 from typing import Literal
 
 Hop = Literal["local", "rank", "twin"]
-"""Where a stage's output goes: it stays on the same rank, or goes to another rank or to the
-twin."""
+"""Where a stage's output goes: it stays on the same rank or goes to another rank or the twin."""
 
 Routing = Literal["twin", "local"]
 
@@ -29,19 +28,19 @@ class Placement:
 
     With `twins == 2`, there is a mirrored copy of the pipeline. Rank r and its twin hold the same
     stages, so they are data-parallel peers, and each pipeline runs half of the micro-batches.
-    `twin_hops` are the stages whose output goes to the next stage on the twin instead of the same
-    rank. By symmetry, the twin's output goes to this rank.
+    `twin_hops` are the stages whose output goes to the next stage on the twin instead of on the
+    same rank. By symmetry, the twin's output goes to this rank.
     """
 
     name: str
     num_ranks: int
     rank_of: tuple[int, ...]
-    """Rank of each stage."""
+    """By stage: its rank."""
     twins: int = 1
     twin_hops: frozenset[int] = frozenset()
     backward_rank_of: tuple[int, ...] | None = None
-    """The rank that runs each stage's backward passes, if forward passes run on a different rank;
-    otherwise None."""
+    """By stage: the rank that runs its backward passes. None if forward passes run on the same
+    rank."""
 
     @property
     def num_stages(self) -> int:
@@ -50,17 +49,17 @@ class Placement:
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """The stages on each rank, in ascending order. The position is the chunk number."""
+        """By rank: its stages, in ascending order. The position is the chunk number."""
         stages: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for stage, rank in enumerate(self.rank_of):
             stages[rank].append(stage)
-        # With separate roles, a second rank holds each stage for its backward passes.
+        # With separate roles, a second rank holds every stage for its backward passes.
         for stage, rank in enumerate(self.backward_rank_of or ()):
             stages[rank].append(stage)
         return tuple(map(tuple, stages))
 
     def rank_for(self, stage: int, kind: str) -> int:
-        """Return the rank that runs a kind of action on a stage."""
+        """Return the rank that runs a given kind of action on a stage."""
         if kind == "F" or self.backward_rank_of is None:
             return self.rank_of[stage]
         return self.backward_rank_of[stage]
@@ -68,8 +67,8 @@ class Placement:
     def source(self, stage: int, kind: str) -> int | None:
         """Return the stage whose tensor an action on a given stage needs.
 
-        Activations go to higher stages, and gradients go to lower stages. None means that the
-        action reads data, the loss or, like W, only results from its own stage.
+        Activations go to higher stages and gradients to lower stages. None means that the action
+        reads data, the loss or, as W does, only results from its own stage.
         """
         if kind == "W":
             return None
@@ -85,7 +84,7 @@ class Placement:
 
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
-        """The hop from each stage to the next. The last stage has no entry."""
+        """By stage: the hop to the next stage. The last stage has no entry."""
         hops: list[Hop] = []
         for stage, (rank, next_rank) in enumerate(pairwise(self.rank_of)):
             if stage in self.twin_hops:
@@ -98,7 +97,7 @@ class Placement:
 
     def is_crossed(self, stage: int) -> bool:
         """Return whether a stage runs micro-batches that started on the twin."""
-        # Each twin hop switches to the other twin, so two of them lead back.
+        # Every twin hop switches to the other twin, so two of them lead back.
         return sum(hop < stage for hop in self.twin_hops) % 2 == 1
 
     def chunk_of(self, stage: int) -> int:
@@ -112,7 +111,7 @@ def linear(num_ranks: int) -> Placement:
 
 
 def loop(num_ranks: int, num_chunks: int) -> Placement:
-    """Return Megatron's interleaved placement: round-robin, `num_chunks` stages on each rank."""
+    """Return Megatron's interleaved placement: round-robin, with `num_chunks` stages per rank."""
     return Placement("loop", num_ranks, tuple(range(num_ranks)) * num_chunks)
 
 
@@ -129,9 +128,9 @@ def w(num_ranks: int) -> Placement:
 
 
 def roles(num_ranks: int) -> Placement:
-    """Return the placement with forward ranks in the first half, backward ranks in the second.
+    """Return the placement with forward ranks in the first half and backward ranks in the second.
 
-    Backward ranks hold the stages in reverse, so a micro-batch goes down the ranks and back.
+    Backward ranks hold the stages in reverse, so micro-batches go down the ranks and back up.
     """
     down = tuple(range(num_ranks // 2))
     back = tuple(num_ranks - 1 - stage for stage in down)
@@ -142,14 +141,14 @@ def mirrored(placement: Placement, routing: Routing) -> Placement:
     """Return a folded placement (v or w) with its twin.
 
     With `routing="twin"`, activations cross to the twin at the inner folds, where consecutive
-    stages share a rank, because a literal bidirectional pipeline continues straight on there. With
+    stages share a rank, because a literal bidirectional pipeline would go straight on there. With
     `"local"`, activations stay on their rank, which saves these messages.
     """
     num_ranks = placement.num_ranks
     twin_hops = frozenset[int]()
     if routing == "twin":
-        # This excludes the fold between the two v of a w. That fold is at the outer end, where a
-        # literal pipeline also turns around.
+        # This excludes the fold between the two v in a w. That fold is at the outer
+        # end, where a literal pipeline turns around as well.
         twin_hops = frozenset(
             range(num_ranks - 1, placement.num_stages - 1, 2 * num_ranks)
         )
@@ -159,10 +158,10 @@ def mirrored(placement: Placement, routing: Routing) -> Placement:
 
 
 def recognised(rank_of: tuple[int, ...], num_ranks: int) -> Placement:
-    """Return the placement for a table from a file, with its usual name if it has one."""
+    """Return the placement for a table loaded from a file, under its usual name if it has one."""
     num_chunks, remainder = divmod(len(rank_of), num_ranks)
-    # Other code recognises folded tables by the names v and w, so tables from files need these
-    # names.
+    # Other code recognises folded tables by the names v and w, so tables loaded from
+    # files need them.
     candidates = [v(num_ranks), w(num_ranks)]
     if remainder == 0:
         # A loop with one chunk is linear.

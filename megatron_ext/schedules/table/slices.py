@@ -1,9 +1,9 @@
-"""Chooses where to cut a micro-batch along its sequence, so that all slices cost the same.
+"""Chooses where to cut a micro-batch along its sequence so that all slices cost the same.
 
 With causal attention, the first x tokens in a sequence cost a x + b x^2, because a token attends to
 all tokens before it. Slices of equal length would therefore differ in cost, and every rank would
-wait for each micro-batch's last slice. Let `attention` be the share of attention in the cost of the
-whole sequence. Then the j-th of k slices with equal costs ends at the fraction x of the sequence
+wait for every micro-batch's last slice. Let `attention` be attention's share of the entire
+sequence's cost. Then the j-th of k slices with equal costs ends at the fraction x of the sequence
 that solves (1 - attention) x + attention x^2 = j/k.
 """
 
@@ -17,14 +17,14 @@ from megatron_ext.errors import ScheduleError
 
 MAX_SLICES = 64
 """Maximum number of slices per micro-batch, limited by message tags (`native_transport.Tags`)."""
-# Shares are multiples of 1/_STEPS, so that all their sums are exact.
+# Shares are multiples of 1/_STEPS, so that all of their sums are exact.
 _STEPS = 1 << 30
 
 
 def shares_of_equal_cost(num_slices: int, attention: float = 0.0) -> tuple[float, ...]:
-    """Return each slice's share of the tokens.
+    """Return every slice's share of the tokens.
 
-    `attention` is the share of core attention in the cost of the whole sequence.
+    `attention` is core attention's share of the entire sequence's cost.
 
     Raises:
         ScheduleError: The number is not between 1 and 64.
@@ -44,7 +44,7 @@ def shares_of_equal_cost(num_slices: int, attention: float = 0.0) -> tuple[float
 
 
 def attention_of(shares: Sequence[float]) -> float:
-    """Return the share of attention for which these slices have equal costs."""
+    """Return the attention share for which these slices have equal costs."""
     if len(shares) == 1:
         return 0.0
     first = shares[0]
@@ -55,16 +55,16 @@ def attention_of(shares: Sequence[float]) -> float:
 def token_bounds(
     shares: Sequence[float], length: int, multiple: int = 1
 ) -> tuple[int, ...]:
-    """Return the first token of each slice, followed by the total number of tokens.
+    """Return every slice's first token, followed by the total number of tokens.
 
     Args:
-        shares: Share of the tokens in each slice.
+        shares: Every slice's share of the tokens.
         length: Number of tokens in the sequence.
-        multiple: The length of each slice must be a multiple of this number.
+        multiple: The length of every slice must be a multiple of this number.
 
     Raises:
         ScheduleError: The sequence is too short for this many slices, or its length is not a
-        multiple.
+            multiple.
     """
     ends = [round(end * length / multiple) * multiple for end in accumulate(shares)]
     bounds = (0, *ends[:-1], length)

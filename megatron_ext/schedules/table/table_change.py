@@ -1,7 +1,7 @@
 """How features change tables: the interface between `generate` and `features/`.
 
 `generate` creates one `TableChange` per feature and calls its methods in the order below. The base
-class changes nothing, just like a feature whose option is off.
+class changes nothing, and neither does a feature whose option is off.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class TableChange:
-    """The changes that a feature makes while a table is built."""
+    """The changes that a feature makes while a table is being built."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Read this feature's option from all options passed to `generate`."""
+        """Read this feature's option from the options passed to `generate`."""
 
     def of_file(self, schedule: Schedule, costs: Costs) -> Schedule:
         """Return a table loaded from a file, with this feature applied.
@@ -40,14 +40,14 @@ class TableChange:
         """
 
     def num_passes(self, num_microbatches: int) -> int:
-        """Return how many times each stage runs F in a step with this many micro-batches.
+        """Return how many times a stage runs F in a step with this many micro-batches.
 
         The generator treats each of these passes as a micro-batch.
         """
         return num_microbatches
 
     def costs(self, costs: Costs) -> Costs:
-        """Return the costs for which the table is generated."""
+        """Return the costs that the table is generated for."""
         return costs
 
     def change(
@@ -63,9 +63,9 @@ class TableChange:
 
 @cache
 def _classes() -> Mapping[str, type[TableChange]]:
-    """Return each feature's `TableChange` class, by option name."""
+    """Return all features' `TableChange` classes by option name."""
     classes: dict[str, type[TableChange]] = {}
-    # Import at first use, because features import this module.
+    # Import on first use, because features import this module.
     for option, entry in TABLES.items():
         module, _, name = entry.partition(":")
         classes[option] = getattr(import_module(module), name)
@@ -73,14 +73,15 @@ def _classes() -> Mapping[str, type[TableChange]]:
 
 
 def in_use(**options: Option | SliceSizes) -> dict[str, Any]:
-    """Return the features' options, except options that are off, such as `slices=1`.
+    """Return the features' options without those that are off, such as `slices=1`.
 
-    Modules of unused features are therefore not imported.
+    The modules of unused features are therefore not imported.
     """
     changing = {}
     for option, value in options.items():
-        # A switch changes tables if it is on, a number if it is not 1, and a list of sizes if it is
-        # not empty. Check for a switch first, because Python considers True equal to 1.
+        # A switch changes tables if it is on, a number if it is not 1, and a list of
+        # sizes if it is not empty. Check for switches first, because in Python, True
+        # equals 1.
         is_on = value if isinstance(value, bool) else value not in (1, ())
         if is_on:
             changing[option] = value
@@ -88,8 +89,8 @@ def in_use(**options: Option | SliceSizes) -> dict[str, Any]:
 
 
 def take_table_changes(options: dict[str, Any]) -> list[TableChange]:
-    """Return the changes that features make, and remove their options from `options`."""
-    # A change may depend on other features' options. For example, slices refuse pairs.
+    """Return the changes that features make and remove their options from `options`."""
+    # A change may depend on other features' options. For example, slices reject pairs.
     all_options = dict(options)
     changes: list[TableChange] = []
     for option, change_class in _classes().items():

@@ -1,11 +1,11 @@
 """Table files: CSV in the format of torch.distributed.pipelining, and JSON.
 
-In CSV, each row is a pipeline rank, and each cell is an action such as `2F0`, or a pair that runs
-as one action: `(0F4;7B1)OVERLAP_F_B`. `2F0.3` is the action for slice 3 of a micro-batch, which is
-an extension to torch's format; all slices in a file have equal lengths. An empty cell is an idle
-slot. Cells for communication and sharding (`SEND_F`, `UNSHARD`, `WAIT_REDUCE_GRAD`, ...) are
-skipped, because those actions are derived from the computation. The placement is derived from the
-rows. JSON files also hold the name, options, placement, twins, slice lengths and times.
+In CSV, every row is a pipeline rank, and every cell is an action such as `2F0`, or a pair that runs
+as one action: `(0F4;7B1)OVERLAP_F_B`. As an extension to torch's format, `2F0.3` is the action for
+slice 3 of a micro-batch. All slices in a file have the same length. An empty cell is an idle slot.
+Cells for communication and sharding (`SEND_F`, `UNSHARD`, `WAIT_REDUCE_GRAD`, ...) are skipped,
+because those actions are derived from the computation. The placement is derived from the rows. JSON
+files also contain the name, options, placement, twins, slice lengths and times.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_ext.schedules.table.placement import Placement, recognised
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.validation import validate
 
-# Larger than any table that we can generate. The limit prevents a wrong path, such as a checkpoint,
-# from filling up memory.
+# Larger than any table that we can generate. The limit keeps a wrong path, such as a
+# checkpoint, from exhausting the memory.
 _MAX_BYTES = 64 << 20
 _DERIVED = re.compile(
     r"\d+(WAIT_)?(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*"
@@ -35,15 +35,15 @@ _DERIVED = re.compile(
 
 
 def csv_text(schedule: Schedule) -> str:
-    """Return a table as CSV; with twins, the table for one of the two mirrored pipelines.
+    """Return a table as CSV. With twins, this is one of the two mirrored pipelines' table.
 
     Raises:
         ScheduleError: A stage's forward and backward passes run on different ranks.
     """
     if schedule.disaggregated:
         raise ScheduleError(
-            f"{schedule.label} has each stage on two ranks, but in CSV each stage has only one; "
-            "write a .json file"
+            f"{schedule.label} has every stage on two ranks, but CSV supports only one rank per "
+            "stage; write a .json file"
         )
     text = io.StringIO()
     csv.writer(text).writerows(map(schedule.cells, range(len(schedule.rows))))
@@ -53,7 +53,7 @@ def csv_text(schedule: Schedule) -> str:
 def load_csv(
     path: str, pp: int | None = None, num_microbatches: int | None = None
 ) -> Schedule:
-    """Load a schedule from a file and validate it. Its name is `csv:PATH`.
+    """Load a schedule from a file and validate it. The schedule is named `csv:PATH`.
 
     If `pp` or `num_microbatches` is None, any number is accepted.
 
@@ -64,20 +64,20 @@ def load_csv(
         raise ScheduleError("csv: does not name a file; write csv:FILE")
     try:
         text = read_text(Path(path), _MAX_BYTES)
-    except (OSError, ValueError) as error:  # not text, or an invalid path
+    except (OSError, ValueError) as error:  # not text or an invalid path
         reason = getattr(error, "strerror", None) or error
         raise ScheduleError(
             f"{path} cannot be read as a schedule: {reason}; `megatron-ext plot NAME --pp N "
             "--microbatches M -o FILE.csv` writes such a file"
         ) from error
     try:
-        # Name the file in every error about its content.
+        # Name the file in all errors about its content.
         schedule = from_csv(text, f"csv:{path}")
         count = schedule.num_microbatches
         if pp not in (None, schedule.pp):
             raise ScheduleError(
-                f"it has {schedule.pp} rows, one for each rank, so it is for pp {schedule.pp} and "
-                f"not for pp {pp}; use --pp {schedule.pp} or another file"
+                f"it has {schedule.pp} rows, one per rank, so it is for pp {schedule.pp} and not "
+                f"for pp {pp}; use --pp {schedule.pp} or another file"
             )
         if num_microbatches not in (None, count):
             raise ScheduleError(
@@ -91,16 +91,14 @@ def load_csv(
 
 
 def from_csv(text: str, name: str) -> Schedule:
-    """Return the schedule described by CSV text, without validating it.
+    """Return the schedule that CSV text describes, without validating it.
 
     Raises:
         ScheduleError: A cell is not an action, or the rows do not imply a placement of stages.
     """
     rows, pairs = _parsed(text)
     if not any(rows):
-        raise ScheduleError(
-            "it contains no action; write one row of actions for each rank"
-        )
+        raise ScheduleError("it contains no actions; write one row of actions per rank")
     rank_of = _rank_of(rows)
     # Micro-batches and slices are numbered from 0, so the highest numbers determine the counts.
     num_microbatches = num_slices = 0
@@ -119,14 +117,15 @@ def from_csv(text: str, name: str) -> Schedule:
 
 
 def _parsed(text: str) -> tuple[list[Row], list[frozenset[int]]]:
-    """Return the rows in CSV text, and the positions in each row at which pairs start.
+    """Return the rows in CSV text and the positions in each row where pairs start.
 
     Raises:
         ScheduleError: The text is not CSV, or a cell is not an action.
     """
     rows: list[Row] = []
     pairs: list[frozenset[int]] = []
-    # Editors may add a byte-order mark at the start and blank lines at the end. Remove both.
+    # Remove byte-order marks and blank lines, which editors may add at the start and
+    # end.
     lines = io.StringIO(text.strip("\ufeff \t\r\n"))
     try:
         for line, cells in enumerate(csv.reader(lines), start=1):
@@ -140,17 +139,18 @@ def _parsed(text: str) -> tuple[list[Row], list[frozenset[int]]]:
                 raise ScheduleError(f"row {line}, {error}") from error
             rows.append(row)
             pairs.append(begins)
-    # One cause is a cell longer than the 131,072 characters that Python's reader accepts.
+    # One cause is a cell with more than the 131,072 characters that Python's reader
+    # accepts.
     except csv.Error as error:
         raise ScheduleError(f"this is not CSV: {error}") from error
     return rows, pairs
 
 
 def _rank_of(rows: Sequence[Row]) -> tuple[int, ...]:
-    """Return the rank of each stage.
+    """Return every stage's rank.
 
     Raises:
-        ScheduleError: A stage is in several rows or in none, or a number is far too large.
+        ScheduleError: A stage is in more than one row or in none, or a number is far too large.
     """
     num_actions = sum(map(len, rows))
     rank_of: dict[int, int] = {}
@@ -159,21 +159,21 @@ def _rank_of(rows: Sequence[Row]) -> tuple[int, ...]:
             # Validating a table with such numbers would need far more memory than the file.
             if max(action.stage, action.microbatch, action.slice) >= num_actions:
                 raise ScheduleError(
-                    f"row {rank + 1} runs {action}, but {num_actions} actions are too few for that "
+                    f"row {rank + 1} runs {action}, but {num_actions} actions are too few for so "
                     f"many stages, micro-batches or slices, numbered from 0; is the file complete?"
                 )
             first_rank = rank_of.setdefault(action.stage, rank)
             if first_rank != rank:
                 raise ScheduleError(
                     f"row {rank + 1} runs {action} as its action {index}, but stage "
-                    f"{action.stage} is on row {first_rank + 1}; keep each stage on one row"
+                    f"{action.stage} is in row {first_rank + 1}; keep every stage in one row"
                 )
     num_stages = 1 + max(rank_of)
     missing = set(range(num_stages)) - set(rank_of)
     if missing:
         raise ScheduleError(
-            f"no row runs stage {min(missing)} although there is a stage {num_stages - 1}; is the "
-            f"file complete? It has {len(rows)} rows and needs one for each rank"
+            f"no row runs stage {min(missing)}, but there is a stage {num_stages - 1}; is the file "
+            f"complete? It has {len(rows)} rows and needs one per rank"
         )
     return tuple(rank_of[stage] for stage in range(num_stages))
 
@@ -203,14 +203,14 @@ def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
     for key, value in content.items():
         text = json.dumps(value)
         if isinstance(value, list | tuple) and value and isinstance(value[0], list):
-            # Write each table row on a separate line.
+            # Write every table row on a separate line.
             text = "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"
         lines.append(f"  {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def from_json(text: str) -> Schedule:
-    """Return the schedule in JSON text, without validating it. Times are ignored.
+    """Return the schedule that JSON text describes, without validating it. Ignore times.
 
     Raises:
         ScheduleError: The text is not in the format that `json_text` returns.
@@ -234,7 +234,8 @@ def from_json(text: str) -> Schedule:
             pairs=pairs if any(pairs) else (),
             slices=tuple(content.get("slices", (1.0,))),
         )
-    # The text may be JSON with other content, or nest brackets too deeply for Python's parser.
+    # The text may be JSON with different content, or nest brackets too deeply for
+    # Python's parser.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ScheduleError(
             f"this JSON is not a schedule ({error!r}); write one with `megatron-ext plot NAME "

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
-    """Return the table with each B replaced by I and W. Memory use stays the same.
+    """Return the table with every B replaced by I and W. Memory use stays the same.
 
-    Each rank then sends the input gradient before computing the weight gradient, which shortens the
-    step even in the static order. A dynamic policy (policies.py) also moves W into idle time.
+    Ranks then send the input gradient before computing the weight gradient, which shortens the step
+    even in the static order. In addition, a dynamic policy (policies.py) moves W into idle time.
     """
 
     def split(action: Action) -> Row:
@@ -28,7 +28,7 @@ def split_backwards(schedule: Schedule) -> Schedule:
 
 
 def weights_at_once(schedule: Schedule) -> Schedule:
-    """Return the table with each W moved directly after its I.
+    """Return the table with every W moved directly after its I.
 
     If layers are recomputed, W needs many times the memory that a micro-batch holds before I, so
     only one micro-batch at a time should hold that much. The table stays valid, because no other
@@ -46,12 +46,12 @@ def weights_at_once(schedule: Schedule) -> Schedule:
 
 
 def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
-    """Return the table with each W moved to the place of the `num_waiting`-th W after it.
+    """Return the table with every W moved to the place of the `num_waiting`-th W after it.
 
     The runtime may run a W earlier if the rank is idle, so up to `num_waiting` additional W actions
-    on a rank wait for idle time. The last W actions are at the end of the row. Rows without pairs
-    do not change, because their ranks do not run W early. The W actions in a row keep their order.
-    No W moves past a full backward pass on the same stage, because both add to the same gradients.
+    on a rank wait for idle time. The last W actions go to the end of the row. Rows without pairs do
+    not change, because their ranks do not run W early. The W actions in a row keep their order. No
+    W moves past a full backward pass on the same stage, because both add to the same gradients.
     """
     rows: list[Row] = []
     pairs: list[frozenset[int]] = []
@@ -71,13 +71,14 @@ def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
                     # The oldest W takes this one's place.
                     delayed_row.append(waiting.popleft())
                 continue
-            # In a pair, the backward pass directly follows the forward pass, so check both actions
-            # at the forward pass.
+            # In a pair, the backward pass directly follows the forward pass, so check
+            # both when reaching the forward pass.
             is_second = index - 1 in pair_begins
             actions = row[index : index + 2] if index in pair_begins else (action,)
             if not is_second:
                 whole_stages = {part.stage for part in actions if part.kind == "B"}
-                # A full backward pass must not overtake a waiting W on its stage.
+                # A full backward pass must not overtake a W that is waiting on its
+                # stage.
                 while any(weight.stage in whole_stages for weight in waiting):
                     delayed_row.append(waiting.popleft())
             if index in pair_begins:
@@ -91,12 +92,12 @@ def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
 
 
 def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Schedule:
-    """Return the table with each action replaced. A pair's first replacements stay paired."""
+    """Return the table with every action replaced. The first replacements in a pair stay paired."""
     rows: list[Row] = []
     pairs: list[frozenset[int]] = []
     for rank, row in enumerate(schedule.rows):
         replacements = [replacement(action) for action in row]
-        # Maps each action's position to the position of its first replacement.
+        # Maps an action's position to the position of its first replacement.
         positions = list(accumulate(map(len, replacements), initial=0))
         rows.append(tuple(chain.from_iterable(replacements)))
         pairs.append(frozenset(positions[index] for index in schedule.pairs_of(rank)))
@@ -106,7 +107,7 @@ def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Sched
 
 
 def ahead(row: Row, lead: int) -> Row:
-    """Move each forward pass in a row to the place of the `lead`-th forward pass before it."""
+    """Move every forward pass in a row to the place of the `lead`-th forward pass before it."""
     forwards = [action for action in row if action.kind == "F"]
     moved_row = forwards[:lead]
     following = iter(forwards[lead:])
@@ -115,23 +116,24 @@ def ahead(row: Row, lead: int) -> Row:
             moved_row.append(action)
             continue
         forward = next(following, None)
-        # The last places stay empty, because their forward passes have moved to earlier places.
+        # The last places are dropped, because their forward passes have moved to
+        # earlier places.
         if forward is not None:
             moved_row.append(forward)
     return tuple(moved_row)
 
 
 def literal_rows(schedule: Schedule) -> tuple[Row, ...]:
-    """Return each rank's actions for both twins, for display.
+    """Return all ranks' actions, for both twins, for display.
 
     A schedule with twins is stored as the table for one of two mirrored pipelines on pp/2 ranks.
     The table represents a bidirectional pipeline on pp ranks: ranks r and pp-1-r hold the same
-    stages and run the same row with the directions exchanged. Micro-batches in the second direction
+    stages and run the same row with the directions swapped. Micro-batches in the second direction
     are numbered after those in the first.
     """
     if schedule.placement.twins == 1:
         return schedule.rows
-    # With twin routing, a micro-batch moves to the twin at each inner fold.
+    # With twin routing, a micro-batch moves to the twin at every inner fold.
     is_crossed = [
         schedule.placement.is_crossed(stage) for stage in range(schedule.num_stages)
     ]
@@ -150,18 +152,19 @@ def literal_rows(schedule: Schedule) -> tuple[Row, ...]:
 
 
 def table_rank(schedule: Schedule, rank: int) -> int:
-    """Return the table row for a rank, counting the ranks of both twins."""
+    """Return a rank's table row, where ranks are counted across both twins."""
     last = schedule.pp - 1
     if schedule.placement.twins == 1:
         return rank
-    # Ranks r and pp-1-r run the same row, with the directions exchanged.
+    # Ranks r and pp-1-r run the same row with the directions swapped.
     return min(rank, last - rank)
 
 
 def chunk_on_screen(schedule: Schedule, stage: int) -> int:
-    """Return a stage's chunk number within its direction on its rank."""
+    """Return a stage's chunk number on its rank, within one direction."""
     placement = schedule.placement
-    # With twin routing, a direction visits all ranks of both twins before it returns to a rank.
+    # With twin routing, a direction visits all ranks of both twins before returning to
+    # a rank.
     if placement.twin_hops:
         return stage // schedule.pp
     return stage // placement.num_ranks

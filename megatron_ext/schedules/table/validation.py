@@ -1,9 +1,9 @@
 """Proves that a table is a correct schedule, or shows where it is wrong.
 
-`validate` checks each generated or loaded table: at start-up for a full batch, and before the step
-that needs a table of other sizes. Validation takes milliseconds (about 1 us per action) and proves
-more than any run could: a table that passes computes each gradient exactly once and completes on
-every rank, whatever the timing.
+`validate` checks every generated or loaded table: at start-up for a full batch, and again before a
+step that needs a table of a different size. Validation takes milliseconds (about 1 us per action)
+and proves more than any run could: a table that passes computes every gradient exactly once and
+completes on every rank, whatever the timing.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron_ext.schedules.table.actions import Action, Kind, Schedule
 from megatron_ext.schedules.table.memory import Edge, Memory, measure, slots_needed
 from megatron_ext.schedules.table.walk import check_for_deadlock
 
-# Bits in the set of actions that have run for one stage, micro-batch and slice.
+# Bits in the set of actions that have run for a stage, micro-batch and slice.
 _BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
-# By kind: the set required just before the action runs. Comparing whole sets detects early actions,
-# duplicates, and a B in addition to an I.
+# By kind: the set required just before the action runs. Comparing entire sets detects
+# early actions, duplicates, and a B in addition to an I.
 _BEFORE = {"F": 0, "R": 0, "B": 1, "I": 1, "W": 1 | 4}
 # The set after a step: F and B, or F, I and W.
 _COMPLETE = (1 | 2, 1 | 4 | 8)
-# I also sums weight gradients that do not wait for W, such as those of norms. W sums the remaining
-# gradients, and B sums all of them.
+# I also sums the weight gradients that do not wait for W, such as those of norms. W
+# sums the remaining gradients, and B sums all of them.
 _GRADIENTS_OF: Mapping[Kind, str] = {"B": "IW", "I": "I", "W": "W"}
-# For each kind of backward action: the kinds that a table may contain instead.
+# By kind of backward action: the kinds that a table may contain instead.
 _REPLACED_BY: Mapping[Kind, tuple[Kind, ...]] = {
     "B": ("I", "W"),
     "I": ("B",),
@@ -37,25 +37,25 @@ _REPLACED_BY: Mapping[Kind, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True)
 class Report:
-    """Properties of a correct table, each computed on first access."""
+    """A correct table's properties, each computed on first access."""
 
     schedule: Schedule
 
     @cached_property
     def memory(self) -> Memory:
-        """Peak memory on each rank."""
+        """By rank: peak memory."""
         return measure(self.schedule)
 
     @cached_property
     def slots(self) -> Mapping[Edge, int]:
-        """Number of receive slots on each edge so that no send ever waits."""
+        """By edge: the number of receive slots that keeps sends from ever waiting."""
         return slots_needed(self.schedule)
 
     @cached_property
     def ascending(self) -> bool:
         """Whether gradients are summed in the same order as without a pipeline, bit for bit.
 
-        If so, each stage runs its backward passes (and its W) in micro-batch order, and each
+        If so, every stage runs its backward passes (and its W) in micro-batch order, and every
         micro-batch's slices in reverse order.
         """
         return is_ascending(self.schedule)
@@ -75,31 +75,31 @@ def validate(schedule: Schedule) -> Report:
 def check_actions(schedule: Schedule) -> None:
     """Check everything except deadlocks, which simulation detects.
 
-    Each rank must run exactly the actions that its stages need, each exactly once and after its
+    Every rank must run exactly the actions that its stages need, each exactly once and after its
     inputs.
 
     Raises:
         ScheduleError: An action is duplicated, missing, too early or misplaced, or two actions
-            cannot be a pair; the message shows the first error.
+            cannot form a pair; the message shows the first error.
     """
     num_ranks = schedule.placement.num_ranks
     if len(schedule.rows) != num_ranks:
         raise ScheduleError(
             f"{schedule.label} has {len(schedule.rows)} rows, but its {schedule.placement.name} "
-            f"placement has {num_ranks} ranks; a table has one row for each rank"
+            f"placement has {num_ranks} ranks; a table has one row per rank"
         )
     if schedule.num_slices > 1 and schedule.disaggregated:
         raise ScheduleError(
             f"{schedule.label} runs forward and backward passes on different ranks, but both ranks "
             "would need the keys and values of earlier slices; leave slices out"
         )
-    # Use one byte per stage, micro-batch and slice. With a set of actions, checking a large table
-    # would take many times as long.
+    # Use one byte per stage, micro-batch and slice. Checking a large table with a set
+    # of actions would take many times as long.
     done = bytearray(schedule.num_stages * schedule.slices_in_step)
     forwards = done
     if schedule.disaggregated:
-        # Forward passes run on another rank, so they are not a precondition for actions on this
-        # rank.
+        # Forward passes run on a different rank, so they are no precondition for the
+        # actions on this rank.
         forwards = bytearray(len(done))
     for rank in range(num_ranks):
         _check_row(schedule, rank, done, forwards)
@@ -116,7 +116,7 @@ def check_actions(schedule: Schedule) -> None:
 def _has_slice(schedule: Schedule, key: int, nums_slices: Sequence[int]) -> bool:
     """Return whether place `key` holds a slice.
 
-    `nums_slices` contains the number of slices by micro-batch.
+    `nums_slices` is the number of slices by micro-batch.
     """
     number, slice_index = divmod(key, schedule.num_slices)
     return slice_index < nums_slices[number % schedule.num_microbatches]
@@ -125,13 +125,13 @@ def _has_slice(schedule: Schedule, key: int, nums_slices: Sequence[int]) -> bool
 def _check_row(
     schedule: Schedule, rank: int, done: bytearray, forwards: bytearray
 ) -> None:
-    """Check that each action on a rank may run at its position, and record that it ran.
+    """Check that every action on a rank may run at its position, and record that it ran.
 
-    `done` and `forwards` hold the bits of actions by stage, micro-batch and slice.
+    `done` and `forwards` hold the actions' bits by stage, micro-batch and slice.
 
     Raises:
         ScheduleError: An action is misplaced, duplicated or too early; the message shows the first
-        error.
+            error.
     """
     m = schedule.num_microbatches
     num_slices = schedule.num_slices
@@ -142,8 +142,8 @@ def _check_row(
     for index, (stage, kind, microbatch, slice_index) in enumerate(schedule.rows[rank]):
         key = (stage * m + microbatch) * num_slices + slice_index
         cells = forwards if kind == "F" else done
-        # Check all cases in one condition, because this loop runs for millions of actions.
-        # `_misplaced` determines the reason afterwards.
+        # Check all cases in a single condition, because this loop runs for millions of
+        # actions. `_misplaced` determines the reason afterwards.
         if (
             kind not in kinds_of.get(stage, "")
             or not (
@@ -163,7 +163,7 @@ def _check_row(
 
 
 def _check_forwards(schedule: Schedule, forwards: bytearray) -> None:
-    """Check that forward ranks in a disaggregated table run each F that other ranks need.
+    """Check that a disaggregated table's forward ranks run every F that other ranks need.
 
     Raises:
         ScheduleError: A forward pass is missing.
@@ -173,12 +173,12 @@ def _check_forwards(schedule: Schedule, forwards: bytearray) -> None:
         if not ran and schedule.runs_forward(stage):
             raise ScheduleError(
                 f"rank {schedule.placement.rank_of[stage]} never runs {stage}F{microbatch}, "
-                "which other ranks need; forward ranks must run F of each micro-batch"
+                "which other ranks need; forward ranks must run every micro-batch's F"
             )
 
 
 def _kinds(schedule: Schedule, stage: int, rank: int) -> str:
-    """Return the kinds of actions that a rank runs on one of its stages."""
+    """Return which kinds of actions a rank runs on one of its stages."""
     if not schedule.disaggregated:
         return "FBIW"
     if schedule.placement.rank_of[stage] != rank:
@@ -199,7 +199,7 @@ def _misplaced(schedule: Schedule, rank: int, index: int) -> str:
 
 
 def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
-    """Explain why an action cannot be in a rank's row at all; empty if it can be."""
+    """Explain why an action cannot be in a rank's row at all, or return "" if it can."""
     stage, kind, microbatch, slice_index = action
     m = schedule.num_microbatches
     placement = schedule.placement
@@ -217,9 +217,7 @@ def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
     owner = placement.rank_for(stage, kind)
     if owner != rank:
         stages = ", ".join(map(str, placement.stages_of[rank])) or "none"
-        return (
-            f"rank {rank} holds the stages {stages}; {action} belongs to rank {owner}"
-        )
+        return f"rank {rank} holds stages {stages}; {action} belongs to rank {owner}"
     if kind in _kinds(schedule, stage, rank):
         return ""
     if kind == "R":
@@ -255,7 +253,7 @@ _ONE_BACKWARD = "a micro-batch has either one B or one I and one W on a stage, n
 
 
 def _missing(schedule: Schedule, key: int, bits: int) -> str:
-    """Explain which action is missing for the stage, micro-batch and slice of `key`."""
+    """Explain which action is missing for the stage, micro-batch and slice at place `key`."""
     number, slice_index = divmod(key, schedule.num_slices)
     stage, microbatch = divmod(number, schedule.num_microbatches)
     rank = schedule.placement.rank_for(stage, "B")
@@ -263,7 +261,7 @@ def _missing(schedule: Schedule, key: int, bits: int) -> str:
     # On a backward rank, R takes the place of F.
     first_kind: Kind = "R" if schedule.disaggregated else "F"
     opening = Action(stage, first_kind, microbatch, slice_index)
-    # Mark the position at which the missing action could be: the end of the row for a forward pass,
+    # Mark where the missing action could be: the end of the row for a forward pass,
     # otherwise the preceding action.
     if not bits & _BIT["F"]:
         missing = opening
@@ -282,18 +280,18 @@ def _missing(schedule: Schedule, key: int, bits: int) -> str:
         parts = f"each of the {schedule.num_slices} slices of {parts}"
     return (
         f"rank {rank} never runs {missing}; each of its stages needs {opening.kind} and B "
-        f"(or I and W) of {parts}\n  {schedule.marked(rank, index)}"
+        f"(or I and W) for {parts}\n  {schedule.marked(rank, index)}"
     )
 
 
 def _check_pairs(schedule: Schedule, rank: int) -> None:
-    """Check that each pair is a forward and a backward pass of different micro-batches.
+    """Check that every pair is a forward and a backward pass for different micro-batches.
 
     Raises:
         ScheduleError: A pair is invalid; the message shows the first one.
     """
-    # The ranks in an expert group communicate inside a pair, so they must run the same row. The
-    # table's digest verifies this, because it covers the pairs.
+    # The ranks in an expert group communicate within a pair, so they must run the same
+    # row. The table's digest ensures this, because it covers the pairs.
     row = schedule.rows[rank]
     previous_end = 0
     for index in sorted(schedule.pairs_of(rank)):
@@ -317,13 +315,13 @@ def _check_pairs(schedule: Schedule, rank: int) -> None:
 
 
 def is_ascending(schedule: Schedule) -> bool:
-    """Return whether each stage in a valid table sums gradients as without a pipeline."""
-    # By stage and kind of gradient: the position of the last gradient added to the sum.
+    """Return whether all stages in a valid table sum gradients as they would without a pipeline."""
+    # By stage and kind of gradient: the position of the last gradient that was added.
     last_places: dict[tuple[int, str], int] = {}
     for row in schedule.rows:
         for stage, kind, microbatch, slice_index in row:
-            # Without a pipeline, the gradients of a micro-batch's slices are added in reverse
-            # order.
+            # Without a pipeline, the gradients of a micro-batch's slices are added in
+            # reverse.
             place = (microbatch + 1) * schedule.num_slices - slice_index
             for gradients in _GRADIENTS_OF.get(kind, ""):
                 if last_places.get((stage, gradients), 0) > place:
@@ -333,15 +331,15 @@ def is_ascending(schedule: Schedule) -> bool:
 
 
 def check_first_gradients(schedule: Schedule, rank: int) -> None:
-    """Check that a stage's first forward pass and weight gradient share a micro-batch.
+    """Check that a stage's first forward pass and first weight gradient are for one micro-batch.
 
     With fused gradient accumulation, Transformer Engine layers overwrite the sum with the first
-    micro-batch's gradient instead of adding to it. They assume that the first micro-batch is the
-    one whose forward pass ran first in the step. If another micro-batch has already added its
-    gradient, that gradient is lost without an error.
+    micro-batch's gradient instead of adding to it, assuming that the first micro-batch is the one
+    whose forward pass ran first in the step. If another micro-batch has already added its gradient,
+    that gradient is lost without an error.
 
     Raises:
-        ScheduleError: On some stage on the rank, the two belong to different micro-batches, or to
+        ScheduleError: On one of the rank's stages, the two belong to different micro-batches, or to
             different slices, because backward passes start with the last slice.
     """
     consequence = (
@@ -350,15 +348,15 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
     )
     if schedule.num_slices > 1:
         raise ScheduleError(
-            "slices run their backward passes in reverse order, so the first weight gradients are "
-            f"not those of the first forward pass; {consequence} use "
+            "slices run their backward passes in reverse order, so the first weight gradients do "
+            f"not belong to the first forward pass; {consequence} use "
             "--no-gradient-accumulation-fusion, or build the model with "
             "disable_parameter_transpose_cache"
         )
-    # By stage, and F or the kind of gradient: the micro-batch that came first.
+    # By stage and F or kind of gradient: the micro-batch that came first.
     first: dict[tuple[int, str], int] = {}
     for index, (stage, kind, microbatch, _) in enumerate(schedule.rows[rank]):
-        # The first action of a stage is a forward pass.
+        # A stage's first action is a forward pass.
         first_forward = first.setdefault((stage, "F"), microbatch)
         for gradients in _GRADIENTS_OF.get(kind, ""):
             if first.setdefault((stage, gradients), microbatch) != first_forward:

@@ -1,8 +1,8 @@
 """Runs a table symbolically. All code that follows a table across ranks uses `walk`.
 
-Each rank runs its row until it needs a tensor that does not exist yet, and continues once another
-rank has produced that tensor. This is Kahn's algorithm over the tensors and each rank's order. The
-visitor decides which value represents a tensor: its arrival time (`search/simulate.py`), or just
+Every rank runs its row until it needs a tensor that does not exist yet, and continues once another
+rank has produced that tensor. This is Kahn's algorithm over the tensors and the ranks' orders. The
+visitor decides which value represents a tensor: its arrival time (`search/simulate.py`) or just
 True (`stuck`).
 """
 
@@ -15,14 +15,14 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table.actions import KINDS, Action, Kind, Schedule
 
 Visit = Callable[[int, int, Any], Any]
-"""(rank, position in its row, value of the action's input tensor) -> value of its output tensor, or
-two values if two ranks need it. A pair is one visit, which takes and returns two values."""
+"""(rank, position in its row, value of the action's input tensor) -> value of the output tensor, or
+two values if two ranks need it. A pair is a single visit, which takes and returns two values."""
 
 
 def check_for_deadlock(schedule: Schedule) -> None:
-    """Check that no ranks wait for each other, however long actions and messages take.
+    """Check that no ranks wait for each other forever, however long actions and messages take.
 
-    The table must hold each action once, on its stage's rank (`validation.check_actions`).
+    The table must contain every action once, on its stage's rank (`validation.check_actions`).
 
     Raises:
         ScheduleError: The ranks deadlock; the message shows the cycle.
@@ -33,18 +33,19 @@ def check_for_deadlock(schedule: Schedule) -> None:
 
 
 def stuck(schedule: Schedule) -> dict[int, int]:
-    """Return the ranks that cannot finish, with the position at which each waits."""
+    """Return the ranks that cannot finish and the position where each of them waits."""
     return walk(schedule, lambda _rank, _index, _taken: (True, True))
 
 
 def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
-    """Visit each action once its tensors exist and all earlier actions on its rank have run.
+    """Visit every action once its tensors exist and all earlier actions on its rank have run.
 
     Returns:
-        The ranks that did not finish, with the position at which each waits; empty if all did.
+        The ranks that did not finish and the position where each of them waits. Empty if all
+        ranks finished.
     """
     walking = _Walk(schedule, visit)
-    # A stack with rank 0, which has the first forward pass, at its top.
+    # A stack with rank 0, which has the first forward pass, on top.
     walking.runnable = list(range(len(schedule.rows)))[::-1]
     while walking.runnable:
         walking.run(walking.runnable.pop())
@@ -52,7 +53,7 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
 
 
 class _Tensors(NamedTuple):
-    """Tensor numbers of an action for micro-batch 0, slice 0; -1 means no tensor."""
+    """An action's tensor numbers for micro-batch 0, slice 0; -1 means no tensor."""
 
     needed: int
     produced: int
@@ -61,7 +62,7 @@ class _Tensors(NamedTuple):
 
 
 class _Walk:
-    """A walk over a table. Tensors are identified by number, because there may be millions."""
+    """A walk over a table. Tensors are identified by number, as there may be millions."""
 
     def __init__(self, schedule: Schedule, visit: Visit) -> None:
         self._rows = schedule.rows
@@ -87,7 +88,7 @@ class _Walk:
         row = self._rows[rank]
         pairs = self._pairs[rank]
         index = self._positions[rank]
-        # Use local variables, because this loop runs for millions of actions.
+        # Use local variables for speed, because this loop runs for millions of actions.
         tensors = self._tensors
         values = self._values
         awaited = self._awaited
@@ -99,8 +100,8 @@ class _Walk:
             needed, produced, copy = tensors[kind][stage]
             value = None
             if needed >= 0:
-                # Tensors are numbered by kind and stage first, so the micro-batch and slice are an
-                # offset.
+                # Tensors are numbered by kind and stage first, so micro-batch and slice
+                # form an offset.
                 value = values[needed + offset]
                 if value is None:
                     self._wait(rank, index, needed + offset)
@@ -115,7 +116,8 @@ class _Walk:
                 result, copied = result
                 self._hand_over(copy + offset, copied)
             index += 1
-            # Do not call `_hand_over` here, for speed: nearly every action produces a tensor.
+            # For speed, do not call `_hand_over` here: nearly every action produces a
+            # tensor.
             if produced >= 0:
                 values[produced + offset] = result
                 if produced + offset in awaited:
@@ -124,10 +126,9 @@ class _Walk:
         self.waiting.pop(rank, None)
 
     def _run_pair(self, rank: int, index: int, forward_value: Any) -> bool:
-        """Visit a pair whose F has its tensor; return False if its backward pass has none.
+        """Visit a pair whose F has its tensor. Return False if its backward pass has none.
 
-        Each of the two actions waits for the tensors of both. Their results exist once both have
-        finished.
+        Both actions wait for the tensors of both, and their results exist once both have finished.
         """
         stage, kind, microbatch, slice_index = self._rows[rank][index]
         forward_offset = microbatch * self._num_slices + slice_index
@@ -156,7 +157,7 @@ class _Walk:
         """Stop a rank before an action or pair until a tensor exists."""
         self._positions[rank] = index
         self._awaited[number] = rank
-        # For a pair, errors name the action that is missing the tensor.
+        # For pairs, errors name the action that is missing the tensor.
         self.waiting[rank] = index + 1 if partner else index
 
     def _hand_over(self, number: int, value: Any) -> None:
@@ -166,14 +167,15 @@ class _Walk:
 
 
 def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
-    """Return the tensors of each action for micro-batch 0, slice 0, by kind and stage.
+    """Return all actions' tensors for micro-batch 0, slice 0, by kind and stage.
 
     Tensors are numbered by the stage, micro-batch and slice that need them: first activations, then
-    gradients, then the inputs of R.
+    gradients, then R's inputs.
     """
     per_stage = schedule.slices_in_step
     count = schedule.num_stages * per_stage
-    # By kind: the first number. B and I need the same tensor, the gradient of the stage's output.
+    # By kind: the first number. B and I need the same tensor, the stage's output
+    # gradient.
     base = {"F": 0, "B": count, "I": count, "R": 2 * count}
     produced_by: dict[Kind, list[list[int]]] = {}
     existing: set[int] = set()
@@ -191,10 +193,12 @@ def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
         tensors[kind] = []
         for stage, numbers in enumerate(produced_by[kind]):
             needed = -1
-            # If no action produces a tensor, it is data or the loss, which exists from the start.
+            # If no action produces the tensor, it is data or the loss, which exist from
+            # the start.
             if kind != "W" and base[kind] + stage * per_stage in existing:
                 needed = base[kind] + stage * per_stage
-            # Two receivers occur only in a disaggregated table, where F feeds another F and an R.
+            # Only disaggregated tables have two receivers, because their F feeds
+            # another F and an R.
             produced, copy = [*numbers, -1, -1][:2]
             tensors[kind].append(_Tensors(needed, produced, copy))
     return tensors
@@ -204,20 +208,20 @@ def _cycle_message(schedule: Schedule, position: dict[int, int]) -> str:
     """Follow the waiting ranks until one of them repeats, and describe that cycle."""
     rank_for = schedule.placement.rank_for
     rank = min(position)
-    # By rank, in walk order: the waiting action, and the action that it waits for.
+    # By rank, in walk order: the waiting action and the action that it waits for.
     chain: dict[int, tuple[Action, Action]] = {}
     while rank not in chain:
         action = schedule.rows[rank][position[rank]]
-        # At most one input of an action comes from another stage or rank, and that one is missing.
+        # At most one of an action's inputs comes from another stage or rank, and that
+        # one is missing.
         [needed] = (
             need for need in schedule.needs(action) if schedule.travels(need, action)
         )
         chain[rank] = action, needed
         rank = rank_for(needed.stage, needed.kind)
-    lines = [
-        "the orders of the ranks form a cycle, so these actions wait for each other:"
-    ]
-    # The ranks before the first repeated rank lead into the cycle, but are not part of it.
+    lines = ["the ranks' orders form a cycle, so these actions wait for each other:"]
+    # The ranks before the first repeated rank lead into the cycle but are not part of
+    # it.
     for waiting_rank in list(chain)[list(chain).index(rank) :]:
         action, needed = chain[waiting_rank]
         peer = rank_for(needed.stage, needed.kind)

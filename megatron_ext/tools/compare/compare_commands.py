@@ -1,4 +1,4 @@
-"""The flags for `compare`; this module imports only what is needed to parse them."""
+"""The flags of `compare`. Imports only what is needed to parse them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from megatron_ext.tools.launch.launch_commands import add_hosts, add_job, whole_number
 
 _MIN_STEPS = 4
-"""Three warm-up steps, and one measured step."""
+"""Three warm-up steps plus one measured step."""
 
 
 def add_subcommand(subparsers: Any) -> None:
     """Register `compare`."""
     parser = subparsers.add_parser(
         "compare",
-        help="measure a recipe under several pipelines, and check that the numbers are equal",
+        help="measure a recipe under several pipelines and check that the numbers match",
         usage="megatron-ext compare [--with SCHEDULE|'FLAGS']... [options of launch] -- SCRIPT.py "
         "FLAGS...\n       megatron-ext compare --folders REFERENCE CANDIDATE [ROUNDED]",
-        description="Train a recipe for some steps under Megatron's own schedule and under each "
-        "candidate, with the same weights and data, on the same ranks, and compare speed, memory "
-        "and numbers. Exit code 0: the numbers are as equal as docs/schedules.md states; 3: they "
-        "differ; 2: a run was rejected; 1: a run failed.",
+        description="Train a recipe for a few steps under Megatron's own schedule and under each "
+        "candidate, with the same weights, data and ranks, and compare speed, memory and numbers. "
+        "Exit code 0: the numbers match as closely as docs/schedules.md promises; 3: they differ; "
+        "2: a run was rejected; 1: a run failed.",
     )
     add_comparison(parser)
     add_hosts(parser)
@@ -32,13 +32,13 @@ def add_subcommand(subparsers: Any) -> None:
     parser.add_argument(
         "command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
     )
-    # Settings for `launch` that `compare` does not offer as flags.
+    # `launch` settings that `compare` does not expose as flags.
     parser.set_defaults(run=_run, per_node=False, run_id=None, raw=False, spares=0)
     parser.set_defaults(keep_going=False, reserve=None)
 
 
 def add_comparison(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that only `compare` has."""
+    """Add the flags that are specific to `compare`."""
     add = parser.add_argument_group("comparison").add_argument
     add(
         "--with",
@@ -46,8 +46,8 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SCHEDULE|'FLAGS'",
-        help="another candidate: the name of a schedule, or flags that replace the recipe's flags "
-        "of this package (write a single flag as --with=FLAG); may be repeated",
+        help="another candidate: a schedule name, or flags that replace the recipe's flags from "
+        "this package (write a single flag as --with=FLAG); may be repeated",
     )
     add(
         "--best",
@@ -66,13 +66,13 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
         "--reference",
         default="",
         metavar="SCHEDULE|'FLAGS'",
-        help="flags of the run to compare with (default: none, for Megatron's own schedule)",
+        help="flags of the run to compare against (default: none, so Megatron's own schedule)",
     )
     add(
         "--self",
         dest="against_itself",
         action="store_true",
-        help="train the unchanged recipe twice, and check that both runs are bit-identical",
+        help="train the unchanged recipe twice and check that both runs are bit-identical",
     )
     add(
         "--locate",
@@ -83,35 +83,35 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
     add(
         "--calibrate",
         action="store_true",
-        help="if a candidate sums in a different order, learn the tolerances from one more run of "
-        "the reference, in which the last digits of all activations are changed",
+        help="if a candidate sums in a different order, learn the tolerances from an extra run of "
+        "the reference that perturbs the last digits of all activations",
     )
     add(
-        # The defaults are in `rounds.py`, so that `--folders` can tell which flags the user has
-        # given.
+        # The defaults live in `rounds.py` so that `--folders` can tell
+        # which flags the user has set.
         "--steps",
         type=whole_number(_MIN_STEPS, 10**6),
         metavar="N",
-        help="steps in each run, of which the first three are not measured (default: 20)",
+        help="steps per run; the first three are not measured (default: 20)",
     )
     add(
         "--rounds",
         type=whole_number(1, 100),
         metavar="N",
-        help="runs of each candidate; every other round runs in reverse order, which cancels a "
-        "steady drift of the machine (default: 2)",
+        help="runs per candidate; every other round goes in reverse order, which cancels steady "
+        "drift in the machine's speed (default: 2)",
     )
     add(
         "--speed-only",
         action="store_true",
-        help="compare only speed and memory: each run initializes its own weights, and the numbers "
-        "are not compared",
+        help="compare speed and memory only: each run initializes its own weights, and the "
+        "numbers are not compared",
     )
     add(
         "--dry-run",
         action="store_true",
-        help="check the candidates, print the runs and how close their numbers must be, without "
-        "training",
+        help="check the candidates and print the runs and how closely their numbers must match, "
+        "without training",
     )
     add(
         "--folders",
@@ -119,18 +119,22 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=[],
         metavar="DIR",
-        help="compare the digests that two training runs recorded with MEGATRON_EXT_DIGESTS=DIR, "
-        "without training; learn the tolerances from a third folder, recorded with "
-        "MEGATRON_EXT_DIGESTS_ROUNDING=1 as well",
+        help="without training, compare the digests that two runs recorded with "
+        "MEGATRON_EXT_DIGESTS=DIR; if there is a third folder, also recorded with "
+        "MEGATRON_EXT_DIGESTS_ROUNDING=1, learn the tolerances from it",
     )
-    add("--json", action="store_true", help="print JSON, with the numbers of each step")
+    add(
+        "--json",
+        action="store_true",
+        help="print JSON, including the numbers for every step",
+    )
     add(
         "-o",
         "--output",
         type=Path,
         metavar="DIR",
-        help="new folder for the page, the logs and the traces, which all hosts must share "
-        "(default: compare/TIME)",
+        help="new folder for the page, logs and traces; all hosts must share it (default: "
+        "compare/TIME)",
     )
 
 
@@ -138,15 +142,15 @@ def launch_words(words: Sequence[str]) -> list[str]:
     """Return the options for `launch` among the words between `compare` and `--`."""
     parser = argparse.ArgumentParser(add_help=False)
     add_comparison(parser)
-    # This parser defines only the flags of `compare`, so it returns all other words.
+    # This parser knows only the flags of `compare`, so it returns everything else.
     _, options = parser.parse_known_args(list(words))
     return options
 
 
 def _run(args: argparse.Namespace) -> int:
     words = sys.argv[1:]
-    # Take the words between the subcommand and the training command. `compare` uses some of these
-    # words, and the others are options for `launch`, which are passed on unchanged to each run.
+    # Take the words between the subcommand and the training command. `compare` uses
+    # some of them; the rest are options for `launch`, passed unchanged to every run.
     options = launch_words(words[1 : len(words) - len(args.command_words)])
     if args.folders:
         from megatron_ext.tools.compare.folders import compare_folders

@@ -34,7 +34,7 @@ _TRAINING_FLAGS = {
     "output": "--output",
     "command_words": "the command after --",
 }
-"""Parsed argument -> its flag, for settings that have an effect only when training."""
+"""Parsed argument -> its flag, for settings that only matter when training."""
 
 
 def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> int:
@@ -42,12 +42,13 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
 
     Args:
         args: The flags of `compare`.
-        launch_options: The words for `launch`, which must be empty.
+        launch_options: The words for `launch`. Must be empty.
 
     Raises:
-        ArgumentsError: There are not two or three folders, or two are the same, or a flag applies
-            only to training.
-        DataError: A folder has no digests, damaged digests, or digests from another kind of run.
+        ArgumentsError: There are fewer than two or more than three folders, two folders are the
+            same, or a flag applies only to training.
+        DataError: A folder has no digests, damaged digests, or digests from a different kind of
+            run.
     """
     for name, flag in _TRAINING_FLAGS.items():
         if getattr(args, name):
@@ -62,18 +63,18 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
     folders: Sequence[Path] = args.folders
     if len(folders) not in (2, 3):
         raise ArgumentsError(
-            f"--folders got {len(folders)}; give the folders of the reference and the candidate, "
-            "and optionally the folder of a run to learn tolerances from"
+            f"--folders got {len(folders)}; pass the folders of the reference and the candidate, "
+            "and optionally that of a run to learn tolerances from"
         )
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ArgumentsError(
-            "--folders got the same folder twice; record each run into its own folder"
+            "--folders got the same folder twice; record each run in its own folder"
         )
-    # For a folder with digests but no operators, `read_folder` returns nothing.
+    # `read_folder` returns nothing for a folder that has digests but no operators.
     if any(read_folder(folder) for folder in folders[:2]):
         if len(folders) > 2:
             raise ArgumentsError(
-                "--folders got folders of operators, which have no learned tolerance; leave "
+                "--folders got folders of operators, for which no tolerance can be learned; leave "
                 f"{folders[2]} out"
             )
         return _compare_operators(folders[0], folders[1], as_json=args.json)
@@ -105,7 +106,7 @@ def _compare_operators(reference: Path, candidate: Path, *, as_json: bool) -> in
 def _text(comparison: Comparison) -> str:
     difference = comparison.difference
     verdict = (
-        f"no difference in {comparison.num_tensors:,} tensors of {comparison.num_steps} steps, "
+        f"no difference in {comparison.num_tensors:,} tensors over {comparison.num_steps} steps, "
         "counting the initial weights as one"
     )
     if comparison.gap:
@@ -122,7 +123,7 @@ def _text(comparison: Comparison) -> str:
     place = None if difference is None else place_of(difference)
     if place is not None:
         lines.append(
-            "to find the operator, record both runs again into new folders, also with "
+            "to find the operator, record both runs again in new folders, adding "
             f"{OPERATORS}={shlex.quote(str(place))}"
         )
     return "\n".join(lines)

@@ -1,14 +1,14 @@
 """Finds the first tensor that differs between two recorded training runs.
 
-"First" refers to the order in a training step: the initial weights, forward passes from the first
-layer to the last, backward passes from the last layer to the first, weight gradients as they
+"First" refers to the order within a training step: the initial weights, forward passes from the
+first layer to the last, backward passes from the last layer to the first, weight gradients as they
 accumulate over micro-batches, their reduction, and the weights after the step. If several
-micro-batches differ at the same place, the result names all of them.
+micro-batches differ in the same place, the result lists all of them.
 
-Two runs that sum in the same order must be bit-identical. If the order differs, because the runs
-have different numbers of replicas, tensor-parallel ranks or slices, tensors may differ within a
-tolerance. The tolerance is either fixed or learned from a run with the reference's flags but
-differently rounded outputs (`tracing/rounding.py`).
+Two runs that sum in the same order must be bit-identical. If the order differs, for example because
+one run has more replicas, tensor-parallel ranks or slices, tensors may differ within a tolerance.
+The tolerance is either fixed or learned from a run that uses the reference's flags but rounds
+outputs differently (`tracing/rounding.py`).
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from megatron_ext.tracing.digest_files import (
 _Key = tuple[Kind, int, str]
 
 STATED_TOLERANCE = 1e-4
-"""Relative difference that summing in a different order may cause in the first step, in single
-precision. It grows by the factor `_GROWTH` with each later step."""
+"""Relative difference that a different summation order may cause in the first step, in single
+precision. Each later step multiplies it by `_GROWTH`."""
 _GROWTH = 2.0
 _UNKNOWN_BITS = ""
-"""A value that never occurs as the bits of a record."""
+"""A value that never occurs as a record's bits."""
 ORDER_OF_REPLICAS = (
     "the order in which three or more replicas sum a gradient depends on its place among the "
     "weights of its rank"
 )
-"""Why gradients may differ between runs that place the stages on other ranks."""
+"""Why gradients may differ between runs that place the stages on different ranks."""
 LEARNED_MARGIN = 4.0
 """Allowed difference for a tensor, as a multiple of the largest difference among its module's
-tensors in the run that was rounded differently."""
+tensors in the run with different rounding."""
 _RESOLUTION = 1e-6
-"""Smallest relative difference that digests resolve: they sum norms and projections in single
-precision."""
+"""Smallest relative difference that digests can resolve, because they sum norms and projections in
+single precision."""
 _SIZES = {
     "tensor_size": "tensor-parallel ranks",
     "context_size": "context-parallel ranks",
@@ -62,9 +62,9 @@ _SIZES = {
     "slices": "slices",
     "slice_tokens": "tokens per slice",
 }
-"""Header field -> its description. These fields determine the order of sums in every tensor."""
+"""Header field -> its description. These fields determine the summation order for every tensor."""
 LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)(?:\.(?P<module>.*))?")
-"""Matches the name of a layer, or of a module or parameter inside one."""
+"""Matches the name of a layer, or of a module or parameter inside a layer."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Origin:
     """Where a run computed a tensor."""
 
     action: str
-    """The action, written as in the table, such as `2I3`, or empty if it was between actions."""
+    """The action as written in the table, such as `2I3`, or empty if it was between actions."""
     rank: int
     host: str
 
@@ -89,27 +89,27 @@ class Difference:
     iteration: int
     """The training step, or 0 before the first step."""
     microbatches: tuple[int, ...]
-    """Numbers, within the global batch, of all micro-batches that differ here, or empty if the
+    """Numbers (within the global batch) of all micro-batches that differ here, or empty if the
     tensor belongs to the whole step."""
     num_microbatches: int
     """Number of micro-batches in the global batch."""
     kind: Kind
     layer: int | None
-    """Number of the layer in the model, from 0, or None if the tensor belongs to none."""
+    """Number of the layer in the model, from 0, or None if the tensor belongs to no layer."""
     module: str
-    """Module or parameter, relative to its layer if it has one, or empty for the layer itself."""
+    """Module or parameter, relative to its layer if there is one, or empty for the layer itself."""
     name: str
-    """Full name of the module or parameter, including its layer number."""
+    """Full name of the module or parameter, including the layer number."""
     reference: Origin | None
     """None: the reference never computed the tensor."""
     candidate: Origin | None
     """None: the candidate never computed the tensor."""
     relative: float | None
-    """Approximate norm of the difference, relative to the norm in the reference. 0: the difference
-    is smaller than single precision can resolve. None: only one run computed the tensor, or the
-    runs split it differently."""
+    """Approximate norm of the difference, relative to the reference's norm. 0: the difference is
+    too small for single precision to resolve. None: only one run computed the tensor, or the runs
+    split it differently."""
     tolerance: float = 0.0
-    """Allowed relative difference, or 0 if the bits must be equal."""
+    """Allowed relative difference, or 0 if the tensors must be bit-identical."""
 
     @property
     def tensor(self) -> str:
@@ -119,8 +119,8 @@ class Difference:
             where = f"layer {self.layer}" + (f", {self.module}" if self.module else "")
         if self.kind == "forward":
             return f"the output of {where}"
-        # The recorded gradient is that of the output for the whole model, but of the input for a
-        # module.
+        # For the whole model, the recorded gradient is that of the output, but for a
+        # module, it is that of the input.
         if self.kind == "backward":
             return f"the gradient of the {'output' if where == 'model' else 'input'} of {where}"
         names = {
@@ -169,12 +169,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison between two runs."""
+    """The result of comparing two runs."""
 
     difference: Difference | None
     """The first difference, or None if no tensor differs by more than its tolerance."""
     num_steps: int
-    """Number of compared steps, up to the step with the difference. The weights before the first
+    """Number of steps compared, up to the one with the difference. The weights before the first
     step count as one step."""
     num_tensors: int
     tolerance: str
@@ -182,7 +182,7 @@ class Comparison:
     notes: tuple[str, ...]
     """Notes on what could not be compared."""
     gap: str = ""
-    """Why finding no difference proves nothing; empty if it proves something."""
+    """Why finding no difference proves nothing, or empty if it does prove something."""
     schedules: tuple[str, str] = ("", "")
     """The schedules of the reference and the candidate."""
 
@@ -190,27 +190,28 @@ class Comparison:
 def compare(
     reference: Path, candidate: Path, rounded: Path | None = None
 ) -> Comparison:
-    """Compare the digests from two runs.
+    """Compare two runs' digests.
 
     Args:
-        reference: Folder with the digests from one run, such as a run with Megatron's own schedule.
-        candidate: Folder for the other run. Both must start with the same weights and read the same
-            data.
-        rounded: Folder for a run with the reference's flags but differently rounded outputs. Its
-            differences from the reference, times `LEARNED_MARGIN`, replace the stated tolerance.
+        reference: Folder with one run's digests, for example a run with Megatron's own schedule.
+        candidate: Folder of the other run. Both runs must start from the same weights and read the
+            same data.
+        rounded: Folder of a run that used the reference's flags but rounded outputs differently.
+            Its differences from the reference, times `LEARNED_MARGIN`, replace the stated
+            tolerance.
 
     Raises:
-        DataError: A folder has no digests, damaged digests, or digests from another kind of run, or
-            some ranks' digests are missing, or the micro-batches in the two runs cannot be matched.
+        DataError: A folder has no digests, damaged digests, or digests from a different kind of
+            run, some ranks' digests are missing, or the two runs' micro-batches cannot be matched.
     """
     first, second = _Run.read(reference), _Run.read(candidate)
     _check_alignment(first.header, second.header)
-    # A run with different rounding differs from every other run by design.
+    # By design, a run with different rounding differs from every other run.
     for folder, run in ((reference, first), (candidate, second)):
         if run.header.rounded:
             raise DataError(
-                f"{folder} was recorded with {ROUNDING}, which changes outputs; give it as the "
-                "third folder, to learn tolerances from it"
+                f"{folder} was recorded with {ROUNDING}, which changes outputs; pass it as the "
+                "third folder to learn tolerances from it"
             )
     tolerances: _Tolerances = _StatedTolerances(first.first_step)
     if rounded is not None:
@@ -228,20 +229,21 @@ def locate(reference: Path, candidate: Path) -> Difference | None:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor in one run, with all its parts."""
+    """A tensor in one run, including all its parts."""
 
     parts: Mapping[str, Record]
     ranks: Mapping[str, Header]
-    """Part -> the header of the rank that recorded it."""
+    """Part -> header of the rank that recorded it."""
 
     def scaled(self, factor: float) -> _Tensor:
-        """Return the tensor multiplied by a factor; the bits in the result are unknown."""
+        """Return the tensor multiplied by a factor. The bits of the result are unknown."""
         if factor == 1.0:
             return self
         parts = {}
         for part, record in self.parts.items():
             projections = [factor * projection for projection in record.projections]
-            # A gradient that lacks the factor is wrong even if its bits are equal, so ignore them.
+            # A gradient that lacks the factor is wrong even if its bits
+            # match, so ignore the bits.
             scaled_record = record._replace(
                 bits=_UNKNOWN_BITS, norm=factor * record.norm, projections=projections
             )
@@ -250,7 +252,7 @@ class _Tensor:
 
     @property
     def is_finite(self) -> bool:
-        """Whether no element is an infinity or NaN."""
+        """Whether all elements are finite."""
         return all(math.isfinite(record.norm) for record in self.parts.values())
 
     @property
@@ -259,7 +261,7 @@ class _Tensor:
         return min(self.parts)
 
     def origin(self, part: str | None = None) -> Origin:
-        """Return where a part was computed; if `part` is None or unknown, where some part was."""
+        """Return where a part was computed. If `part` is None or unknown, use the first part."""
         if part is None or part not in self.parts:
             part = self.any_part
         header = self.ranks[part]
@@ -267,45 +269,46 @@ class _Tensor:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The stage, and the tensor's position within its action."""
+        """The stage and the tensor's position within its action."""
         record = self.parts[self.any_part]
         return record.stage, record.position
 
 
 @dataclass
 class _Run:
-    """The records from all ranks in a run."""
+    """All ranks' records of a run."""
 
     files: list[RankFile]
     steps: dict[int, dict[_Key, _Tensor]]
     """The steps that all ranks have completed."""
     gap: str = ""
-    """Which steps are incomplete, or did not run the configured schedule; empty if none."""
+    """Which step is incomplete or did not run the configured schedule; empty if there is none."""
 
     @classmethod
     def read(cls, folder: Path, *, settings: str = "") -> _Run:
-        """Read the records in a folder in the same way as `read_folder`.
+        """Read the records in a folder, like `read_folder`.
 
         Raises:
-            DataError: The folder has no digests or damaged ones, or lacks those of some ranks.
+            DataError: The folder has no digests, damaged digests, or only some ranks' digests.
         """
         files = read_folder(folder, settings=settings)
-        # The tensors of a missing rank would count as tensors that its run never computed.
+        # A missing rank's tensors would count as tensors that the run never computed.
         num_ranks = files[0].header.num_ranks
         if len(files) < num_ranks:
             raise DataError(
-                f"{folder} has digests of {len(files)} of {num_ranks} ranks; copy the files of the "
-                "other ranks into it, or record again into a folder that all hosts share"
+                f"{folder} has digests of {len(files)} of {num_ranks} ranks; copy the other ranks' "
+                "files into it, or record again in a folder that all hosts share"
             )
-        # The files of an earlier run with more ranks may still be there.
+        # Files from an earlier run with more ranks may still be there.
         if any(file.header.num_ranks not in (0, len(files)) for file in files):
             raise DataError(
-                f"{folder} has digests of several runs; record each run into a new folder"
+                f"{folder} has digests of several runs; record each run in a new folder"
             )
         common = set.intersection(*(set(file.steps) for file in files))
         longest = set.union(*(set(file.steps) for file in files))
         gap = _other_schedule(folder, files)
-        # A rank that was killed may lack the last steps, so compare only steps that all ranks have.
+        # A killed rank may be missing the last steps, so compare only
+        # steps that all ranks have.
         if common != longest:
             gap = f"{folder}: not all ranks completed step {min(longest - common)}"
         steps = {number: _tensors(files, number) for number in sorted(common)}
@@ -323,12 +326,12 @@ class _Run:
 
     @property
     def header(self) -> Header:
-        """The header from the first rank."""
+        """The first rank's header."""
         return self.files[0].header
 
     @cached_property
     def buffers(self) -> set[frozenset[str]]:
-        """The names of the weights in each stage on each rank, which share a buffer."""
+        """The names of the weights in each stage on each rank. These weights share a buffer."""
         names_by_stage: dict[tuple[int, int], set[str]] = defaultdict(set)
         for file in self.files:
             for records in file.steps.values():
@@ -339,7 +342,7 @@ class _Run:
         return {frozenset(names) for names in names_by_stage.values()}
 
     def names_in(self, steps: Collection[int]) -> set[tuple[Kind, str]]:
-        """Return the kinds of tensors in some steps, each with its module or parameter."""
+        """Return the kinds of tensors in the given steps, each with its module or parameter."""
         names: set[tuple[Kind, str]] = set()
         for step in steps:
             names.update((kind, module) for kind, _, module in self.steps[step])
@@ -347,7 +350,7 @@ class _Run:
 
 
 def _other_schedule(folder: Path, files: Sequence[RankFile]) -> str:
-    """Return which step did not run the configured schedule; empty if all steps ran it."""
+    """Return which step did not run the configured schedule, or an empty text if there is none."""
     for file in files:
         for step, schedule in sorted(file.schedules.items()):
             if schedule != file.header.schedule:
@@ -360,9 +363,10 @@ def _tensors(files: Sequence[RankFile], step: int) -> dict[_Key, _Tensor]:
     ranks: dict[_Key, dict[str, Header]] = defaultdict(dict)
     for file in files:
         for record in file.steps[step]:
-            # Several stages may hold copies of a module under the same name, such as the embedding
-            # for multi-token prediction or a tied weight. Use the copy on the first stage, so that
-            # the result does not depend on which ranks hold the copies.
+            # Several stages may hold copies of a module under the same name,
+            # such as the embedding for multi-token prediction or a tied
+            # weight. Use the first stage's copy, so the result does not depend
+            # on which ranks hold the copies.
             earlier = parts[record.key].get(record.part)
             if earlier is None or record.stage < earlier.stage:
                 parts[record.key][record.part] = record
@@ -373,8 +377,8 @@ def _tensors(files: Sequence[RankFile], step: int) -> dict[_Key, _Tensor]:
 def _check_alignment(first: Header, second: Header) -> None:
     if first.balance != second.balance:
         raise DataError(
-            "only one of the runs has --pipeline-balance, which numbers micro-batches by their "
-            "lengths; record both runs with it, or both without"
+            "only one of the runs has --pipeline-balance, which numbers micro-batches by length; "
+            "record both runs with it, or both without"
         )
     if first.loss_is_per_token != second.loss_is_per_token:
         raise DataError(
@@ -387,7 +391,7 @@ def _check_alignment(first: Header, second: Header) -> None:
 
 
 class _Sized(Protocol):
-    """A tensor whose norm and projections are known."""
+    """A tensor with known norm and projections."""
 
     @property
     def norm(self) -> float: ...
@@ -397,7 +401,7 @@ class _Sized(Protocol):
 
 
 def relative_difference(first: _Sized, second: _Sized) -> float:
-    """Return the approximate norm of the difference between two tensors, relative to the first."""
+    """Return the approximate norm of two tensors' difference, relative to the first's norm."""
     if not (math.isfinite(first.norm) and math.isfinite(second.norm)):
         return math.inf
     squares = 0.0
@@ -405,8 +409,9 @@ def relative_difference(first: _Sized, second: _Sized) -> float:
         first.projections, second.projections, strict=True
     ):
         squares += (projection - other_projection) ** 2
-    # Tensors are projected onto fixed vectors (`tracing/fingerprint.py`). The root mean square of
-    # the differences between projections estimates the norm of the difference between the tensors.
+    # Tensors are projected onto fixed vectors (`tracing/fingerprint.py`). The
+    # root mean square of the projections' differences is an estimate of the norm
+    # of the tensors' difference.
     distance = math.sqrt(squares / len(first.projections))
     if not first.norm:
         return math.inf if distance else 0.0
@@ -415,7 +420,7 @@ def relative_difference(first: _Sized, second: _Sized) -> float:
 
 @dataclass(frozen=True)
 class _Mismatch:
-    """A tensor that differs, and may be the first one that does."""
+    """A tensor that differs and is a candidate for the first difference."""
 
     key: _Key
     order: tuple[int, int]
@@ -427,9 +432,10 @@ class _Mismatch:
 
     @property
     def place_in_step(self) -> tuple[int, ...]:
-        """The sort key, which orders tensors by when they are computed in a step.
+        """The sort key, which orders tensors by when a step computes them.
 
-        Micro-batches come last in the key, except for weight gradients, which accumulate over them.
+        The micro-batch comes last in the key, except for weight gradients, which accumulate over
+        micro-batches.
         """
         kind, microbatch, _ = self.key
         stage, position = self.order
@@ -444,14 +450,14 @@ class _Mismatch:
 
 
 class _Tolerances(Protocol):
-    """How much tensors may differ if two runs sum in different orders."""
+    """How much tensors may differ between two runs that sum in different orders."""
 
     @property
     def description(self) -> str: ...
 
     @property
     def steps(self) -> Collection[int] | None:
-        """The steps that have tolerances, or None if all steps do."""
+        """The steps that have tolerances, or None if all of them do."""
 
     def of(self, step: int, key: _Key) -> float:
         """Return the allowed relative difference for a tensor."""
@@ -461,8 +467,8 @@ class _StatedTolerances:
     """Fixed tolerances, for any single-precision model."""
 
     description = (
-        f"the stated {STATED_TOLERANCE:g} of a tensor's norm, and {_GROWTH:g} times as much in "
-        "each later step"
+        f"the stated {STATED_TOLERANCE:g} of a tensor's norm, growing by a factor of {_GROWTH:g} "
+        "with each later step"
     )
 
     steps = None
@@ -477,7 +483,7 @@ class _StatedTolerances:
 class _LearnedTolerances:
     """Tolerances learned from a run with different rounding.
 
-    All tensors from the same module share one tolerance across all layers and micro-batches.
+    All tensors of the same module share one tolerance across all layers and micro-batches.
     """
 
     def __init__(
@@ -495,7 +501,7 @@ class _LearnedTolerances:
         """Learn tolerances from the digests in `folder`.
 
         Raises:
-            DataError: The run was not rounded differently, or its ranks hold different tensors.
+            DataError: The run did not use different rounding, or its ranks hold different tensors.
         """
         run = _Run.read(folder, settings=f" {ROUNDING}=1")
         if not run.header.rounded:
@@ -512,14 +518,14 @@ class _LearnedTolerances:
                     tensor, rounded_tensor
                 ):
                     raise DataError(
-                        f"{folder}: its ranks hold other tensors than those of the reference; "
-                        "record it with the flags of the reference"
+                        f"{folder}: its ranks do not hold the same tensors as the reference's; "
+                        "record it with the reference's flags"
                     )
                 kind, _, name = key
                 place = step, kind, _role(name)
                 for part, record in tensor.parts.items():
                     relative = relative_difference(record, rounded_tensor.parts[part])
-                    # A NaN, an infinity or a zero in either run does not measure rounding.
+                    # NaN, infinity or zero in either run says nothing about rounding.
                     if math.isfinite(relative):
                         largest[place] = max(largest[place], relative)
         return cls(dict(largest), steps, folder)
@@ -534,8 +540,9 @@ class _LearnedTolerances:
     def of(self, step: int, key: _Key) -> float:
         kind, _, name = key
         learned = self._largest.get((step, kind, _role(name)), 0.0)
-        # Rounding does not change the gradient of the loss, for example. A tolerance of 0 would
-        # then require bitwise equality, which does not hold for a scaled gradient.
+        # Rounding does not affect the gradient of the loss, for example. A
+        # tolerance of 0 would then require bitwise equality, but scaled
+        # gradients are not bitwise equal.
         return max(LEARNED_MARGIN * learned, _RESOLUTION)
 
 
@@ -554,7 +561,7 @@ class _Comparing:
     tolerances: _Tolerances
 
     def result(self) -> Comparison:
-        """Compare the steps that both runs have, stopping after the first difference.
+        """Compare the steps that both runs have and stop after the first difference.
 
         Raises:
             DataError: The runs have no training step or no tensor in common.
@@ -572,7 +579,7 @@ class _Comparing:
             _is_trained(self.reference, step) and _is_trained(self.candidate, step)
             for step in common
         )
-        # A difference spreads to all later steps, so stop at the first step that has one.
+        # Differences spread to all later steps, so stop at the first step that has one.
         num_steps = num_tensors = 0
         difference = None
         for step in common:
@@ -591,11 +598,12 @@ class _Comparing:
                 "the two runs have no tensor in common, so nothing was compared; record both with "
                 f"{VARIABLE} alone, or set {OPERATORS} to a module that both run"
             )
-        # A run that ended in its first step, for example, has only its initial weights.
+        # For example, a run that ended during its first step has
+        # only its initial weights.
         if difference is None and not is_trained:
             raise DataError(
                 "the two runs have no complete training step in common, only weights; record both "
-                "again, from the same iteration on, until both have completed a step"
+                "again from the same iteration until both have completed a step"
             )
         return Comparison(
             difference,
@@ -608,7 +616,7 @@ class _Comparing:
         )
 
     def _common_steps(self) -> tuple[list[int], str]:
-        """Return the steps to compare, and why equal ones prove nothing about the runs, if so.
+        """Return the steps to compare, and the reason if their equality proves nothing.
 
         Raises:
             DataError: The runs have no step in common.
@@ -619,7 +627,7 @@ class _Comparing:
                 "the two runs have no complete step in common; record them again"
             )
         gap = self.reference.gap or self.candidate.gap
-        # Equal steps say nothing about a step that only one of the runs has.
+        # Equality in common steps says nothing about a step that only one run has.
         if set(self.reference.steps) != set(self.candidate.steps):
             counts = len(self.reference.steps), len(self.candidate.steps)
             gap = gap or (
@@ -627,13 +635,13 @@ class _Comparing:
                 f"{len(common)}; record both for the same steps"
             )
         learned_steps = self.tolerances.steps
-        # Among these, compare only steps for which tolerances were learned.
+        # Of these, compare only the steps for which tolerances were learned.
         if self._tolerates and learned_steps is not None:
             num_unlearned = len(set(common) - set(learned_steps))
             common = [step for step in common if step in learned_steps]
             if not common:
                 raise DataError(
-                    "the run to learn tolerances from has none of the steps of the other two runs; "
+                    "the run to learn tolerances from has none of the other two runs' steps; "
                     "record it again with as many steps"
                 )
             if num_unlearned:
@@ -648,8 +656,8 @@ class _Comparing:
         candidates = self.candidate.steps[step]
         places = []
         for key, tensor in self.reference.steps[step].items():
-            # Ignore gradients: in half precision, they may overflow, and the optimizer then skips
-            # the step.
+            # Ignore gradients: in half precision they may overflow, in which case the
+            # optimizer skips the step.
             if key[0] not in ("forward", "weights") or key not in candidates:
                 continue
             if not (tensor.is_finite or candidates[key].is_finite):
@@ -660,7 +668,7 @@ class _Comparing:
         return f"{first.tensor} is not finite in both runs ({first.moment})"
 
     def _unmatched(self, steps: Sequence[int]) -> Iterator[str]:
-        """Yield a note for each run about the modules and parameters that only this run has."""
+        """For each run, yield a note about the modules and parameters that only it has."""
         in_reference = self.reference.names_in(steps)
         in_candidate = self.candidate.names_in(steps)
         for label, unmatched in (
@@ -679,7 +687,7 @@ class _Comparing:
         for key, tensor in references.items():
             if key in candidates:
                 yield from self._compared(step, key, tensor, candidates[key])
-        # A tensor that only one run has computed is also a difference.
+        # A tensor that only one run computed also counts as a difference.
         yield from self._never_computed(references, candidates)
 
     def _compared(
@@ -689,8 +697,8 @@ class _Comparing:
         kind = key[0]
         if self._replicas_differ:
             if kind == "weight gradient":
-                # Ranks sum over different micro-batches or tokens, so only reduced gradients can
-                # match.
+                # Ranks sum over different micro-batches or tokens, so only
+                # reduced gradients can match.
                 return
             if kind == "backward":
                 # The two runs divide a micro-batch's gradients by different numbers.
@@ -698,7 +706,8 @@ class _Comparing:
         tolerance = self._tolerance(step, key)
         if not _has_same_parts(reference, candidate):
             relative = _difference_of_norms(reference, candidate)
-            # Norms computed from parts are rounded differently even if all elements are equal.
+            # Norms computed from parts are rounded differently even if
+            # all elements are identical.
             tolerance = max(tolerance, STATED_TOLERANCE)
             if relative is not None and not relative <= tolerance:
                 yield _Mismatch(
@@ -710,7 +719,7 @@ class _Comparing:
             if record.bits == other_record.bits:
                 continue
             relative = relative_difference(record, other_record)
-            # Written like this, the condition is also true for a NaN.
+            # Written this way, the condition also holds for NaN.
             if not tolerance or not relative <= tolerance:
                 yield _Mismatch(
                     key,
@@ -725,18 +734,18 @@ class _Comparing:
 
     @property
     def _replicas_differ(self) -> bool:
-        """Whether the ranks in the two runs sum gradients over different shares of a batch."""
+        """Whether the two runs' ranks sum gradients over different shares of a batch."""
         first, second = self.reference.header, self.candidate.header
         shares = first.data_size, first.context_size
         return shares != (second.data_size, second.context_size)
 
     @cached_property
     def _order_depends_on_placement(self) -> bool:
-        """Whether replicas sum the gradients in the two runs in different orders.
+        """Whether replicas sum gradients in a different order in the two runs.
 
-        Gloo adds up parts of a buffer in different orders, as do NCCL's rings (not tested), and the
-        placement of stages determines which weights share a buffer. With two replicas, the order
-        does not matter.
+        Gloo sums different parts of a buffer in different orders, as do NCCL's rings (not tested),
+        and the placement of stages determines which weights share a buffer. With two replicas, the
+        order does not matter.
         """
         header = self.reference.header
         if self._replicas_differ or header.data_size * header.context_size < 3:
@@ -748,9 +757,9 @@ class _Comparing:
         """The factor that makes a candidate's micro-batch gradients match the reference's.
 
         Megatron averages gradients over data- and context-parallel ranks, because each rank divides
-        the loss of a micro-batch by the numbers of its own micro-batches and tokens. With a loss
-        per token, Megatron sums the gradients instead, and divides by the number of all tokens at
-        the end of the step.
+        a micro-batch's loss by its own number of micro-batches and of tokens. With a per-token
+        loss, Megatron instead sums the gradients and divides by the total number of tokens at the
+        end of the step.
         """
         first, second = self.reference.header, self.candidate.header
         if first.loss_is_per_token:
@@ -761,16 +770,16 @@ class _Comparing:
     def _never_computed(
         self, references: Mapping[_Key, _Tensor], candidates: Mapping[_Key, _Tensor]
     ) -> Iterator[_Mismatch]:
-        """Yield the tensors of single micro-batches that only one of the runs has computed.
+        """Yield the tensors of individual micro-batches that only one of the runs computed.
 
-        Modules that a run never records are left out. For example, pairs call parts of layers, so
+        Modules that one run never records are skipped. For example, pairs call parts of layers, so
         whole layers are not recorded.
         """
         for tensors, tensors_of_other in (
             (references, candidates),
             (candidates, references),
         ):
-            # Modules that the other run has recorded for at least one micro-batch.
+            # Modules that the other run recorded for at least one micro-batch.
             recorded = {(kind, module) for kind, _, module in tensors_of_other}
             for key, tensor in tensors.items():
                 kind, microbatch, module = key
@@ -803,10 +812,10 @@ class _Comparing:
             sizes = getattr(first, name), getattr(second, name)
             if sizes[0] != sizes[1]:
                 return f"the runs have {sizes[0]} and {sizes[1]} {description}"
-        # With mirrored pipelines, the order in which experts sum over tokens depends on which twin
-        # each token is routed to.
+        # With mirrored pipelines, the order in which experts sum over tokens depends on
+        # which twin each token is routed to.
         if first.routing != second.routing and first.expert_size > 1:
-            return "the experts of mirrored pipelines sum over tokens in another order"
+            return "mirrored pipelines' experts sum over tokens in a different order"
         return ""
 
     def _may_differ(self, step: int, kind: Kind) -> bool:
@@ -819,9 +828,9 @@ class _Comparing:
             return step > first_step or (step == first_step and is_summed)
         if not self._replicas_differ:
             return False
-        # Forward passes in the first step precede any sum over replicas, so their bits must be
-        # equal. Backward passes also precede these sums, but their gradients are scaled
-        # differently.
+        # Forward passes in the first step precede any sum over replicas, so they must
+        # be bit-identical. Backward passes also precede these sums, but their
+        # gradients are scaled differently.
         is_before_sums = step < first_step or (step == first_step and kind == "forward")
         return not is_before_sums
 
@@ -855,14 +864,14 @@ class _Comparing:
             # Sums after later micro-batches include this micro-batch, so they differ too.
             numbers = {microbatch}
         elif microbatch != NO_MICROBATCH:
-            # List all micro-batches in which this tensor differs.
+            # Collect all micro-batches in which this tensor differs.
             for mismatch in mismatches:
                 other_kind, other_microbatch, other_name = mismatch.key
                 if (other_kind, other_name) == (kind, name):
                     numbers.add(other_microbatch)
         match = LAYER.fullmatch(name)
         layer, module = None, name
-        # Only layers in the model's main stack are numbered from the model's first layer.
+        # Only the main stack's layers are numbered from the model's first layer.
         if match is not None and match["stack"] in ("decoder.layers", "encoder.layers"):
             layer, module = int(match["number"]), match["module"] or ""
         reference, candidate = first.reference, first.candidate
@@ -886,7 +895,7 @@ class _Comparing:
 
 
 def _is_trained(run: _Run, step: int) -> bool:
-    """Return whether a run trained in a step, instead of only recording its initial weights."""
+    """Return whether a run trained in a step, as opposed to only recording its initial weights."""
     return any(kind != "weights" for kind, _, _ in run.steps[step])
 
 
@@ -897,9 +906,9 @@ def _has_same_parts(first: _Tensor, second: _Tensor) -> bool:
 
 
 def _difference_of_norms(first: _Tensor, second: _Tensor) -> float | None:
-    """Return the relative difference in norm between tensors that the runs split differently.
+    """Return the relative difference between the norms of tensors that the runs split differently.
 
-    None: the norms cannot be compared, because the parts are neither a split nor copies.
+    Return None if the norms cannot be compared, because the parts are neither a split nor copies.
     """
     sizes_of_parts = []
     for tensor in (first, second):
@@ -910,8 +919,8 @@ def _difference_of_norms(first: _Tensor, second: _Tensor) -> float | None:
         squares = [record.norm**2 for record in tensor.parts.values()]
         norms.append(math.sqrt(sum(squares)))
     if counts[0] != counts[1]:
-        # The parts may be copies of the tensor, such as one per replica. Together, n copies have
-        # sqrt(n) times the norm of one copy.
+        # The parts may be copies of the tensor, such as one per replica. The norm of n
+        # copies together is sqrt(n) times the norm of one.
         for index, sizes in enumerate(sizes_of_parts):
             may_be_copies = len(set(sizes)) == 1
             if not may_be_copies:

@@ -20,25 +20,25 @@ _MAX_LISTED = 4
 
 
 def place_of(difference: Difference) -> Place | None:
-    """Return where to record operators for a difference; None if no module computes the tensor."""
+    """Return where to record operators for a difference, or None if no module computed it."""
     kind = difference.kind
     if kind not in ("forward", "backward") or difference.name == "model":
         return None
     if difference.reference is None or difference.candidate is None:
         return None
     match = LAYER.fullmatch(difference.name)
-    # Record the whole layer: operators that run before one of its modules, such as a norm, have no
-    # digests but may have caused the difference.
+    # Record the whole layer, because operators that run before one of its modules, such
+    # as a norm, have no digests of their own but may have caused the difference.
     module = difference.name if match is None else f"{match['stack']}.{match['number']}"
     return Place(difference.iteration, difference.microbatches[0], kind, module)
 
 
 @dataclass(frozen=True)
 class OperatorComparison:
-    """The result of comparing one module's operators in two runs."""
+    """The result of comparing a module's operators in two runs."""
 
     sentence: str
-    """A sentence that names the first operator that differs, or states that none differs."""
+    """A sentence that names the first operator that differs, or says that none does."""
     are_equal: bool
 
 
@@ -47,18 +47,18 @@ def first_operator(
 ) -> OperatorComparison:
     """Find the first operator that differs.
 
-    Operators are paired by name and shapes, in order, because the runs may not have the same
-    operators: a schedule that splits backward passes runs fewer operators in the same module.
+    Operators are paired by name and shapes, in order, because the two runs may not run the same
+    operators: a schedule that splits backward passes runs fewer in the same module.
 
     Args:
-        reference: Folder with the operators from one run.
-        candidate: Folder with the operators from the other run.
-        tolerance: The largest relative difference in a result that is ignored.
+        reference: Folder with one run's operators.
+        candidate: Folder with the other run's operators.
+        tolerance: The largest relative difference in a result to ignore.
 
     Raises:
         DataError: A folder has no operators, or the folders belong to different modules.
     """
-    # Operators can be compared only for the same module, on ranks with the same shards.
+    # Only operators of the same module, on ranks with the same shards, can be compared.
     runs = [read_folder(folder) for folder in (reference, candidate)]
     for folder, run in zip((reference, candidate), runs, strict=True):
         if not run:
@@ -70,17 +70,17 @@ def first_operator(
     places = {file.header.place for run in runs for file in run.values()}
     if len(places) > 1:
         raise DataError(
-            f"the folders have operators of different places, {' and '.join(sorted(places))}; "
+            f"the folders have operators from different places, {' and '.join(sorted(places))}; "
             "record both runs for the same place"
         )
     if first_run.keys() != second_run.keys():
         raise DataError(
-            "the runs have different numbers of tensor- or context-parallel ranks, whose results "
-            "have other shapes; record both with equal numbers"
+            "the runs have different numbers of tensor- or context-parallel ranks, so results "
+            "have different shapes; record both with the same numbers"
         )
     place = Place.parsed(places.pop())
     where = f"in the {place.direction} pass of {place.module}"
-    # Compare rank by rank, because each rank holds a different shard of the module.
+    # Compare rank by rank, because every rank holds a different shard of the module.
     num_pairs = 0
     for ranks, file in sorted(first_run.items()):
         pairs = _Pairs(file.operators, second_run[ranks].operators)
@@ -98,7 +98,7 @@ def first_operator(
 
 
 class _Pairs:
-    """A rank's operators in two runs, paired by name and shapes, in order."""
+    """A rank's operators in two runs, paired in order by name and shapes."""
 
     def __init__(self, first: Sequence[Operator], second: Sequence[Operator]) -> None:
         self._first = first
@@ -107,17 +107,17 @@ class _Pairs:
         """Number of pairs compared so far."""
 
     def first_difference(self, tolerance: float) -> str:
-        """Return a description of the first pair that differs, or an empty text if none does.
+        """Describe the first pair that differs, or return an empty text if none does.
 
-        Operators that only one run has are ignored if a pair with equal results follows.
+        Operators that only one run has are ignored if a pair with identical results follows.
         """
         first, second = self._first, self._second
         first_keys = [operator.text for operator in first]
         second_keys = [operator.text for operator in second]
         only_reference: list[Operator] = []
         only_candidate: list[Operator] = []
-        # By default, `SequenceMatcher` never pairs frequent items, such as additions, in sequences
-        # of 200 or more.
+        # By default, `SequenceMatcher` never pairs frequent items, such as additions,
+        # in sequences of 200 items or more.
         matcher = SequenceMatcher(None, first_keys, second_keys, autojunk=False)
         last_reference: Sequence[Operator] = ()
         last_candidate: Sequence[Operator] = ()
@@ -141,7 +141,8 @@ class _Pairs:
                 other = second[second_begin + index - first_begin]
                 self.count += 1
                 if operator.bits == other.bits:
-                    # Equal results show that the unpaired operators before them changed nothing.
+                    # Identical results prove that the unpaired operators
+                    # before them changed nothing.
                     only_reference.clear()
                     only_candidate.clear()
                     continue
@@ -162,7 +163,8 @@ class _Pairs:
                 if self.count
                 else "no operator is in both"
             )
-            # No pair follows these operators, so it is unknown whether they change the result.
+            # No pair follows these operators, so there is no way to tell
+            # if they change the result.
             return (
                 after
                 + _only("reference", last_reference[:_MAX_LISTED], "")
@@ -172,9 +174,9 @@ class _Pairs:
 
 
 def _only(run: str, operators: Sequence[Operator], where: str = "before it, ") -> str:
-    """Return the part of a sentence that describes operators that only one run has."""
+    """Return the part of a sentence about the operators that only one run has."""
     if not operators:
         return ""
-    # The last ones are closest to the difference.
+    # List the last ones, which are closest to the difference.
     names = ", ".join(operator.text for operator in operators[-_MAX_LISTED:])
     return f"; {where}only the {run} ran {names}"

@@ -1,4 +1,4 @@
-"""Judges the runs in a comparison: which one is fastest, and whether the numbers are equal."""
+"""Judges a comparison's runs: which one is fastest, and whether the numbers match."""
 
 from __future__ import annotations
 
@@ -26,66 +26,66 @@ if TYPE_CHECKING:
 Judgement = Literal[
     "reference", "equal", "close", "different", "unproven", "not judged", "failed"
 ]
-"""How the numbers of a contender are judged.
+"""How a contender's numbers are judged.
 
-    unproven     no conclusion follows, for example because the losses are NaN in both runs, or a
-                 run did not run its schedule
-    not judged   the numbers need not be equal, or there are no numbers
+    unproven     nothing can be concluded, for example because losses are NaN in both runs, or a run
+                 did not run its schedule
+    not judged   the numbers do not have to match, or there are none
 """
 
 EQUAL, FAILED, REFUSED, DIFFERENT = 0, 1, 2, 3
 """Exit codes of `megatron-ext compare`."""
 _PERCENTILES = 0.1, 0.9
 _WRONG: tuple[Judgement, ...] = ("different", "unproven", "failed")
-"""Judgements with which a contender is not recommended, however fast it is."""
+"""Judgements that rule out recommending a contender, however fast it is."""
 
 
 @dataclass
 class Contender:
-    """A candidate, with the results from its runs so far."""
+    """A candidate and the results of its runs so far."""
 
     candidate: Candidate
     promise: Promise
-    """How close its numbers must be to the reference's."""
+    """How closely its numbers must match the reference's."""
     schedule: str = MEGATRONS
-    """The schedule that must run in all steps."""
+    """The schedule that must run in every step."""
     is_carried: bool = False
-    """Whether our transport must carry the messages of all steps of Megatron's own schedule."""
+    """Whether our transport must carry all messages of Megatron's own schedule, in every step."""
     chooses_wires: bool = False
-    """Whether ranks choose the wires (`--pipeline-transport auto`)."""
+    """Whether ranks choose the wires themselves (`--pipeline-transport auto`)."""
     notes: list[str] = field(default_factory=list)
     """Notes for the user, such as settings that the schedule ignores, changes or replaces."""
     records: list[RunRecord] = field(default_factory=list)
     """The results from each round."""
     bubble_ratio: float | None = None
-    """Share of the pipeline time in which ranks are idle, or None if it was not measured."""
+    """Share of the pipeline time that ranks spend idle, or None if it was not measured."""
     timeline: dict[str, Any] | None = None
     """A traced step, in the format used by the trace page, or None if no step was traced."""
     failure: str = ""
-    """Why one of the runs failed, or empty if no run failed."""
+    """Why one of its runs failed, or empty if none did."""
     is_refused: bool = False
-    """Whether it failed because a rank rejected its flags before training."""
+    """Whether it failed because a rank rejected its flags before training began."""
     located: str = ""
-    """The first tensor that differs from the reference, or empty if none was searched for."""
+    """The first tensor that differs from the reference, or empty if there was no search for it."""
 
     @property
     def substitute(self) -> str:
-        """The schedule or wire that replaced the requested one in some steps; empty if none did."""
+        """The schedule or wire that replaced the requested one in some steps, or empty."""
         substitutes = (self.substitute_in(record) for record in self.records)
         return next(filter(None, substitutes), "")
 
     def substitute_in(self, record: RunRecord) -> str:
-        """Return what ran in one run instead of its pipeline; empty if its pipeline always ran."""
+        """Return what replaced the pipeline in one run, or empty if the pipeline always ran."""
         return record.substitute(self.schedule, is_carried=self.is_carried)
 
     @property
     def gap(self) -> str:
-        """The records that are missing, or an empty text if all ranks recorded all steps."""
+        """Which records are missing, or an empty text if all ranks recorded all steps."""
         return next((record.gap for record in self.records if record.gap), "")
 
     @property
     def departures(self) -> set[str]:
-        """How its ranks departed from their settings in any round, as sentences."""
+        """Sentences about how its ranks departed from their settings in any round."""
         sentences: set[str] = set()
         for record in self.records:
             sentences.update(record.departures)
@@ -100,10 +100,10 @@ class Row:
     flags: list[str]
     judgement: Judgement
     reason: str
-    """Why the numbers are not equal or not judged, what failed, or what ran instead; may be
+    """Why the numbers do not match or were not judged, what failed, or what ran instead; may be
     empty."""
     step_s: float | None
-    """Mean, over the rounds, of the median step time, which cancels a steady drift."""
+    """Median step time, averaged over the rounds, which cancels steady drift."""
     fast_s: float | None
     """10th percentile of the step time."""
     slow_s: float | None
@@ -111,20 +111,20 @@ class Row:
     drift: float
     """Range of the rounds' medians, relative to the smallest median."""
     speed: float | None
-    """Speed relative to the reference; None if either of them did not run its schedule."""
+    """Speed relative to the reference, or None if either of the two did not run its schedule."""
     tokens_per_s: float | None
     memory_bytes: int
-    """Peak memory on the rank that needs the most."""
+    """Peak memory on the rank that uses the most."""
     bubble_ratio: float | None
     num_steps: int
     """Number of steps in the shortest run."""
     deviations: Deviations | None
-    """Differences from the reference, or None if this is the reference or nothing was judged."""
+    """Differences from the reference, or None if this is the reference or nothing was compared."""
     repeats: Deviations | None
-    """Differences between the rounds of this contender, or None if it ran only once."""
+    """Differences between this contender's rounds, or None if it ran only once."""
     notes: list[str]
     located: str
-    """The first tensor that differs, or empty if none was searched for."""
+    """The first tensor that differs, or empty if there was no search for it."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,14 @@ class Answer:
     verdict: str
     """The conclusion in one sentence."""
     keep: list[str]
-    """Flags of the fastest contender whose numbers are right; empty if the reference is fastest."""
+    """Flags of the fastest contender with correct numbers, or empty if the reference is fastest."""
     code: int
     gain_is_noise: bool = False
-    """Whether the gain of these flags is no larger than the difference between two rounds."""
+    """Whether the gain from these flags is no larger than the difference between two rounds."""
 
     @property
     def keep_heading(self) -> str:
-        """The words before the flags to keep."""
+        """The text that precedes the flags to keep."""
         if self.gain_is_noise:
             return "Flags to keep if the gain repeats with more --rounds"
         return "Flags to keep"
@@ -155,13 +155,13 @@ def judge(
     speed_only: bool = False,
     against_itself: bool = False,
 ) -> Answer:
-    """Return the answer to a comparison; the first contender is the reference.
+    """Return the answer to a comparison. The first contender is the reference.
 
     Args:
-        contenders: The contenders with their finished runs. Some runs may be missing if the
-            comparison was stopped.
-        speed_only: Whether each run drew different weights, so that numbers cannot be compared.
-        against_itself: Whether the contenders are two runs of the same unchanged recipe.
+        contenders: The contenders and their finished runs. If the comparison was stopped, some runs
+            may be missing.
+        speed_only: Whether every run drew different weights, so their numbers cannot be compared.
+        against_itself: Whether the contenders are two runs of the same, unchanged recipe.
     """
     reference = contenders[0]
     rows = [_row(reference, reference, speed_only=speed_only)]
@@ -171,12 +171,12 @@ def judge(
     code = EQUAL
     failed = [contender for contender in contenders if contender.failure]
     if failed:
-        # Ranks may reject flags that the check before the launch could not judge.
+        # Ranks may reject flags that the checks before the launch could not judge.
         code = REFUSED if all(contender.is_refused for contender in failed) else FAILED
-    # The user asked whether the numbers are equal, and there is no answer.
+    # The user asked if the numbers match, and there is no answer.
     if "unproven" in judgements:
         code = FAILED
-    # Different numbers are worse than a failed run, so they determine the exit code.
+    # Wrong numbers are worse than a failed run, so they determine the exit code.
     if "different" in judgements:
         code = DIFFERENT
     if against_itself:
@@ -202,13 +202,14 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
     is_substituted = bool(contender.substitute or reference.substitute)
     if step_s and reference_s and contender is not reference and not is_substituted:
         speed = reference_s / step_s
-    # All rounds train on the same batches, so use the number of tokens from any round in which it
-    # is known.
+    # All rounds train on the same batches, so use the token count of
+    # any round that knows it.
     known_tokens = [record.tokens for record in records if record.tokens is not None]
     tokens_per_s = None
     if known_tokens and step_s:
         tokens_per_s = known_tokens[0] / step_s
-    # Compare every round: a race, for example, changes the numbers in only some of them.
+    # Compare every round, because a race, for example, changes the
+    # numbers in only some of them.
     difference = None
     if records and reference.records and contender is not reference and not speed_only:
         difference = largest(
@@ -240,7 +241,7 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
 
 
 def _range_s(records: Sequence[RunRecord]) -> tuple[float | None, float | None]:
-    """Return the times between which most steps lie; None if no step was timed."""
+    """Return the range that most step times fall into, or None if no step was timed."""
     durations_s: list[float] = []
     for record in records:
         durations_s += record.durations_s
@@ -252,19 +253,19 @@ def _range_s(records: Sequence[RunRecord]) -> tuple[float | None, float | None]:
 
 
 def _notes(contender: Contender) -> list[str]:
-    """Return the notes on a contender's runs, each once."""
+    """Return the notes on a contender's runs, without repetitions."""
     notes = list(contender.notes)
     for record in contender.records:
         notes += record.notes
         if contender.chooses_wires and record.wires:
             notes.append(f"messages over {' and '.join(sorted(record.wires))}")
-    return list(dict.fromkeys(notes))  # rounds repeat their notes
+    return list(dict.fromkeys(notes))  # rounds repeat each other's notes
 
 
 def _judged(
     contender: Contender, reference: Contender, difference: Deviations | None
 ) -> tuple[Judgement, str]:
-    """Return the judgement on a contender, and the reason for it."""
+    """Return the judgement on a contender and the reason for it."""
     if contender.failure:
         return "failed", contender.failure
     if contender is reference:
@@ -285,7 +286,7 @@ def _judged(
 def _judged_numbers(
     contender: Contender, reference: Contender, difference: Deviations
 ) -> tuple[Judgement, str]:
-    """Return the judgement on a contender that trained the reference's steps, with a reason."""
+    """Return the judgement on a contender that trained the same steps as the reference, and why."""
     promise = contender.promise
     assert promise.loss is not None
     assert promise.norm is not None
@@ -304,8 +305,8 @@ def _judged_numbers(
         if gap:
             return "unproven", gap
         return "close", f"{promise.reason}; allowed: {promise.allowance}"
-    # If two rounds of the reference differ by as much, the difference means nothing. A contender
-    # whose own rounds differ from each other has no such excuse, because it may have a race.
+    # If two rounds of the reference differ by as much, the difference means nothing. A
+    # contender whose own rounds differ has no such excuse, because it may have a race.
     repeats = _repeats(reference)
     if repeats is not None and _is_as_small(difference, repeats, promise):
         if gap:
@@ -320,12 +321,12 @@ def _judged_numbers(
             "compare --self --locate shows where"
         )
     if promise.is_exact:
-        return "different", "the numbers should be equal to the last bit"
+        return "different", "the numbers should be identical to the last bit"
     return "different", f"the differences exceed the allowed {promise.allowance}"
 
 
 def _gap(contender: Contender, reference: Contender, difference: Deviations) -> str:
-    """Return why equal numbers in two contenders prove nothing; empty if they prove something."""
+    """Return why identical numbers prove nothing, or empty if they do prove something."""
     for record in reference.records[1:]:
         if other_steps(record, reference.records[0]):
             return "two runs of the reference trained different steps"
@@ -337,9 +338,9 @@ def _relative(deviation: Deviation | None) -> float:
 
 
 def _is_as_small(difference: Deviations, repeats: Deviations, promise: Promise) -> bool:
-    """Return whether losses and norms differ no more than between two runs of the reference.
+    """Return whether losses and norms differ no more than they do between two reference runs.
 
-    Two runs show only part of how much a recipe that is not deterministic can vary, so allow twice
+    Two runs show only part of the variation in a recipe that is not deterministic, so allow twice
     as much.
     """
     allowed_loss = max(2 * _relative(repeats.loss), promise.loss or 0.0)
@@ -351,9 +352,9 @@ def _is_as_small(difference: Deviations, repeats: Deviations, promise: Promise) 
 
 
 def _repeats(contender: Contender) -> Deviations | None:
-    """Return how a contender's rounds differ from each other, which shows if it is deterministic.
+    """Return how a contender's rounds differ, which shows if it is deterministic.
 
-    Returns None if the contender has trained only one round.
+    Return None if the contender has trained only one round.
     """
     if len(contender.records) < 2:
         return None
@@ -381,7 +382,7 @@ def _drift(records: Sequence[RunRecord]) -> float:
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:
-    """Return a quantile of sorted values, by linear interpolation."""
+    """Return a quantile of sorted values, using linear interpolation."""
     # Before Python 3.13, `statistics.quantiles` rejects a single value.
     position = share * (len(ordered) - 1)
     below = math.floor(position)
@@ -390,8 +391,9 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
-    """Return the fastest row with correct numbers, or None if none is faster than the reference."""
-    # A row's numbers may be unjudged, for example because of dropout. That is not an error.
+    """Return the fastest row with correct numbers, or None if none beats the reference."""
+    # Some rows' numbers are not judged, for example because of
+    # dropout. That is not an error.
     usable = [row for row in rows[1:] if row.judgement not in _WRONG]
     faster = [row for row in usable if row.speed is not None and row.speed > 1]
     return max(faster, key=lambda row: row.speed or 0.0, default=None)
@@ -425,7 +427,7 @@ def _verdict(rows: Sequence[Row], best: Row | None) -> str:
             )
         parts.append(f"{pace}, {_numbers_text(best)}")
     else:
-        # If no contender is faster, name the one that comes closest.
+        # If no contender is faster, report the one that comes closest.
         slower = []
         for row in rows[1:]:
             if row.speed is not None and row.judgement not in _WRONG:
@@ -447,26 +449,23 @@ def _verdict_of_itself(rows: Sequence[Row]) -> str:
             return f"{row.label}, failed: {row.reason}."
     if second.judgement == "equal":
         return f"the recipe is deterministic: it trained twice {_numbers_text(second)}."
-    # For example, one of the two runs did not finish.
+    # The answer is unknown if, for example, one of the two runs did not finish.
     first_iteration = None
     if second.deviations is not None:
         first_iteration = second.deviations.first_iteration
     if first_iteration is None or second.judgement == "unproven":
         return f"unknown whether the recipe is deterministic: {second.reason}."
-    return (
-        "the recipe is not deterministic: two runs differ from iteration "
-        f"{first_iteration} on."
-    )
+    return f"the recipe is not deterministic: two runs differ from iteration {first_iteration} on."
 
 
 def is_noise(row: Row, reference: Row) -> bool:
-    """Return whether a row is as fast as the reference, within the variation between rounds."""
+    """Return whether a row is as fast as the reference, up to the variation between rounds."""
     assert row.speed is not None
     return abs(row.speed - 1) <= max(row.drift, reference.drift)
 
 
 def _numbers_text(row: Row) -> str:
-    """Return the part of the verdict that concerns a row's losses and gradient norms."""
+    """Return the part of the verdict about a row's losses and gradient norms."""
     if row.judgement == "equal":
         assert row.deviations is not None
         numbers = "losses and gradient norms" if row.deviations.num_norms else "losses"
@@ -477,7 +476,7 @@ def _numbers_text(row: Row) -> str:
 
 
 def as_json(answer: Answer, contenders: Sequence[Contender]) -> dict[str, Any]:
-    """Return the answer with the numbers for each step, for `--json`."""
+    """Return the answer for `--json`, including the numbers for every step."""
     rows = []
     for row, contender in zip(answer.rows, contenders, strict=True):
         rounds = [
@@ -530,7 +529,7 @@ def as_json(answer: Answer, contenders: Sequence[Contender]) -> dict[str, Any]:
 
 
 def with_finite_numbers(content: Any) -> Any:
-    """Return JSON content with `nan` and `inf` as text, because JSON has no such numbers."""
+    """Return JSON content with `nan` and `inf` as text, because JSON cannot represent them."""
     if isinstance(content, float) and not math.isfinite(content):
         return str(content)
     if isinstance(content, dict):

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from megatron_ext.tools.compare.run_records import Step
 
 _COLOURS = ("quiet", "F", "B", "W", "move", "after", "I")
-"""Palette variables for the contenders' lines; the reference gets the first one."""
+"""Palette variables for the contenders' lines. The reference uses the first one."""
 _WIDTH, _HEIGHT, _MARGIN = 960, 240, 70
-"""Size of a chart in pixels; the margin holds the numbers on the left axis."""
+"""Size of a chart in pixels. The margin leaves room for the numbers on the left axis."""
 _ROW = 18
-"""Height per rank in a timeline, in pixels."""
+"""Height of a rank's row in a timeline, in pixels."""
 _MAX_ROWS = 64
 """Maximum number of ranks in a timeline."""
 
@@ -83,7 +83,7 @@ def _colour(position: int) -> str:
 
 @dataclass(frozen=True)
 class _Line:
-    """The points for one run in a chart, each as (iteration, value)."""
+    """One run's points in a chart, as (iteration, value) pairs."""
 
     position: int
     """The contender's position, which determines the colour."""
@@ -91,10 +91,10 @@ class _Line:
 
 
 def _charts(contenders: Sequence[Contender]) -> Iterator[str]:
-    """Yield one chart for each loss, one for the gradient norm, and one for the step times."""
+    """Yield a chart for each loss, one for the gradient norm, and one for the step time."""
     names: list[str] = []
     for contender in contenders:
-        # Draw only the first round, if any round has finished.
+        # Draw only the first round, if it has finished.
         for record in contender.records[:1]:
             for step in record.steps:
                 names += [name for name in step.numbers if name not in names]
@@ -124,7 +124,7 @@ def _line(
     for record in contender.records[:1]:
         for step in record.steps:
             number = value(step)
-            # SVG has no coordinates for NaN and infinity.
+            # SVG coordinates cannot be NaN or infinity.
             if number is not None and math.isfinite(number):
                 points.append((step.iteration, number))
     return _Line(position, points)
@@ -133,7 +133,7 @@ def _line(
 def _chart(title: str, lines: Sequence[_Line]) -> str:
     """Return a line chart over iterations.
 
-    The reference is drawn as a broader line, which stays visible below a line with equal values.
+    The reference gets a wider line, so it stays visible underneath a line with identical values.
     """
     iterations: list[int] = []
     values: list[float] = []
@@ -145,7 +145,7 @@ def _chart(title: str, lines: Sequence[_Line]) -> str:
         return ""
     first, last = min(iterations), max(iterations)
     low, high = min(values), max(values)
-    # With a single iteration, or if all values are equal, the range is 0.
+    # With a single iteration, or if all values are identical, the range is 0.
     x_scale = (_WIDTH - _MARGIN - 20) / max(1, last - first)
     y_scale = (_HEIGHT - 50) / ((high - low) or 1.0)
 
@@ -198,7 +198,7 @@ def _timeline(label: str, timeline: dict[str, Any], longest: float) -> str:
     for number, row in enumerate(rows):
         top = number * _ROW
         shapes.append(
-            # The margin has room only for the rank's number, but not for its position in the
+            # The margin has room for the rank's number, but not for its position in the
             # groups.
             f'<text x="4" y="{top + 13}">{escape(row["label"].partition(" (")[0])}</text>'
         )
@@ -208,7 +208,7 @@ def _timeline(label: str, timeline: dict[str, Any], longest: float) -> str:
                 continue
             shapes.append(
                 f'<rect x="{_MARGIN + begin * scale:.2f}" y="{top + 1}" '
-                # Short spans stay visible.
+                # Keep short spans visible.
                 f'width="{max(0.3, length * scale):.2f}" height="{_ROW - 3}" '
                 f'fill="var(--{kind})"><title>{escape(f"{kind} {title}")}</title></rect>'
             )

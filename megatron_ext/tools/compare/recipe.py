@@ -1,4 +1,4 @@
-"""Splits a command line into the flags that all runs share and the flags that a candidate adds."""
+"""Splits a command line into the flags shared by all runs and the flags that a candidate adds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REFERENCE = "Megatron's own"
 _SHARED = frozenset(
     {"--device-backend", "--microbatch-rng", "--variable-seq-lengths", "--hang-timeout"}
 )
-"""Flags from this package that do not change how the pipeline runs, so all runs share them."""
+"""This package's flags that do not change how the pipeline runs. All runs share them."""
 _SCHEDULE = "--pipeline-schedule"
 
 _LEFT_OUT = {
@@ -33,14 +33,14 @@ _LEFT_OUT = {
     "--trace-iterations": "",
     "--trace-dir": "",
 }
-"""Flags that are removed from all runs -> the reason to report, or empty to report nothing."""
+"""Flags removed from all runs -> the reason to report, or empty to report nothing."""
 _WEIGHTS = frozenset({"--load", "--ckpt-step", "--pretrained-checkpoint", "--finetune"})
-"""Flags that choose the weights from which a run starts."""
+"""Flags that choose the weights a run starts from."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pipeline to compare, given as the flags that it adds to the recipe."""
+    """A pipeline to compare, described by the flags it adds to the recipe."""
 
     label: str
     flags: tuple[str, ...]
@@ -48,15 +48,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training command line without the flags that choose a pipeline."""
+    """A training command line, minus the flags that choose a pipeline."""
 
     script: str
     flags: tuple[str, ...]
-    """Flags shared by all runs: Megatron's, the script's, and some of ours."""
+    """Flags shared by all runs: Megatron's, the script's, and a few of ours."""
     pipeline: tuple[str, ...]
-    """The user's other flags from this package, which form the default candidate."""
+    """The user's remaining flags from this package, which form the default candidate."""
     notes: tuple[str, ...] = ()
-    """Notes about omitted flags, with one line per flag."""
+    """Notes about removed flags, one line per flag."""
 
     @classmethod
     def of(cls, command: Sequence[str]) -> Recipe:
@@ -75,7 +75,7 @@ class Recipe:
         flags: list[str] = []
         pipeline: list[str] = []
         notes: list[str] = []
-        # Our flags choose the pipeline, except for the flags that all runs share.
+        # Our flags choose the pipeline, except for those that all runs share.
         our_flags = _our_flags()
         for group in _groups(words):
             # A flag may be written as `--flag VALUE` or `--flag=VALUE`.
@@ -92,7 +92,7 @@ class Recipe:
     def value(self, flag: str) -> str | None:
         """Return a Megatron flag's last value in the recipe, or None."""
         value = None
-        # As in argparse, the last value wins if a flag is given more than once.
+        # As in argparse, the last value wins if a flag is repeated.
         for group in _groups(self.flags):
             name, equals, text = group[0].partition("=")
             if name == flag:
@@ -112,7 +112,7 @@ class Recipe:
         return Recipe(self.script, tuple(flags), self.pipeline, self.notes)
 
     def command(self, candidate: Candidate, *extra_words: str) -> list[str]:
-        """Return the command line for a candidate, with additional flags at the end."""
+        """Return a candidate's command line, with the extra words appended."""
         return [self.script, *self.flags, *candidate.flags, *extra_words]
 
     @property
@@ -121,7 +121,8 @@ class Recipe:
         if self.has("--pretrained-checkpoint"):
             return True
         folder = self.value("--load")
-        # A recipe that resumes from its `--save` folder may find no checkpoint there.
+        # A recipe that resumes from its `--save` folder may not
+        # find a checkpoint there yet.
         tracker = "latest_checkpointed_iteration.txt"
         return folder is not None and (
             self.has("--ckpt-step") or (Path(folder) / tracker).exists()
@@ -133,21 +134,21 @@ def refuse_shared(flags: Sequence[str], option: str) -> None:
 
     Args:
         flags: The words of the candidate.
-        option: The option of `compare` that contains them, for the error message.
+        option: The `compare` option that they were given to, for the error message.
 
     Raises:
-        ArgumentsError: A flag chooses the weights or the length of the run, or what it writes.
+        ArgumentsError: A flag chooses the weights, the length of the run, or what the run writes.
     """
     for word in flags:
         name = word.partition("=")[0]
         if name in _WEIGHTS:
             raise ArgumentsError(
-                f"{option} {name}: all runs start from the same weights; put {name} among the "
-                "script's flags, or leave it out"
+                f"{option} {name}: all runs start from the same weights; move {name} to the "
+                "script's flags, or remove it"
             )
         if name in _LEFT_OUT:
             reason = _LEFT_OUT[name] or "compare sets it for all runs"
-            raise ArgumentsError(f"{option} {name}: {reason}; leave it out")
+            raise ArgumentsError(f"{option} {name}: {reason}; remove it")
 
 
 def candidates(
@@ -159,8 +160,8 @@ def candidates(
 
     Args:
         recipe: The recipe that all contenders train.
-        reference: Flags for the reference; empty: Megatron's own schedule.
-        additions: Flags for each additional candidate.
+        reference: Flags for the reference. If empty, the reference is Megatron's own schedule.
+        additions: Flags for each extra candidate.
 
     Raises:
         ArgumentsError: There is nothing to compare with the reference.
@@ -170,7 +171,7 @@ def candidates(
         reference_label = label_of(reference)
     runs = [Candidate(reference_label, tuple(reference))]
     for flags in (recipe.pipeline, *additions):
-        # If the recipe has no pipeline flags, or a --with is repeated, no candidate is added.
+        # A recipe without pipeline flags, or a repeated --with, adds no candidate.
         is_new = all(tuple(flags) != run.flags for run in runs)
         if flags and is_new:
             runs.append(Candidate(label_of(flags), tuple(flags)))
@@ -183,13 +184,13 @@ def candidates(
 
 
 def label_of(flags: Sequence[str]) -> str:
-    """Return a candidate's short name: its flags, with the schedule reduced to its name."""
+    """Return a candidate's label: its flags, with the schedule flag shortened to its value."""
     words = [word for word in flags if word != _SCHEDULE]
     return shlex.join(word.removeprefix(f"{_SCHEDULE}=") for word in words)
 
 
 def _our_flags() -> frozenset[str]:
-    # argparse has no public list of a parser's flags.
+    # argparse has no public API that lists a parser's flags.
     parser = add_arguments(WordParser("compare"))
     return frozenset(
         option for action in parser._actions for option in action.option_strings

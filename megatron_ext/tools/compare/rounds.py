@@ -1,9 +1,9 @@
-"""Carries out a comparison: checks the candidates, trains them in rounds, and reports.
+"""Runs a comparison: checks the candidates, trains them in rounds, and prints the results.
 
     weights -> round 1: own, a, b -> round 2: b, a, own -> answer, page
 
-If the comparison stops early, after a failure or Ctrl-C, it judges the runs that have finished. It
-always removes the weights that it saved.
+If a failure or Ctrl-C stops the comparison early, the runs that have finished are still judged. The
+saved weights are always deleted.
 """
 
 # ruff: noqa: T201 - commands report on stdout and stderr
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 _NUM_STEPS = 20
 _NUM_ROUNDS = 2
 _TRACED_STEPS = 3
-"""Number of traced steps per run. They are warm-up steps, so tracing slows no measured step."""
+"""Number of traced steps per run. All are warm-up steps, so tracing slows no measured step."""
 _START = (
     "--exit-interval",
     "1",
@@ -65,9 +65,9 @@ _START = (
     "--no-save-optim",
     "--no-save-rng",
 )
-"""Flags that save the weights after the first step."""
+"""Flags for saving the weights after the first step."""
 _WHOLE = ("--ckpt-format", "torch_dist")
-"""Flags for a checkpoint format that can be loaded however the model is cut into stages."""
+"""Flags for a checkpoint format that loads into any split of the model into stages."""
 
 
 def compare(
@@ -85,11 +85,11 @@ def compare(
     # Flags from the environment come first, so that flags on the command line take precedence.
     recipe = Recipe.of([script, *requested_flags(), *flags])
     if args.slurm is not None and not jobs.is_inside_allocation():
-        # Report mistakes before the job waits in the queue. --best ranks schedules for the devices
-        # in the allocation, so it can run only inside the allocation.
+        # Report mistakes before the job waits in the queue. --best ranks schedules for
+        # the allocation's devices, so it has to run inside the allocation.
         if not args.best:
             _planned(args, recipe, options)
-        # The batch job runs the same command line again inside the allocation.
+        # The batch job reruns the same command line inside the allocation.
         option_words = words[: len(words) - len(args.command_words)]
         jobs.submit(args, option_words, command, str(Path.cwd()))
         return 0
@@ -98,11 +98,11 @@ def compare(
         print(comparison.plan())
         return 0
     folder = args.output or Path("compare") / runs.new_run_id()
-    # This raises if the folder exists, because old results would mix with the new ones.
+    # Raise if the folder exists, because old and new results would mix.
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        remedy = "give another folder with -o"
+        remedy = "choose another folder with -o"
         raise DataError(files.cannot_write(folder, error, remedy)) from None
     comparison.folder = folder.absolute()
     with run.Stop().installed() as stop:
@@ -113,7 +113,7 @@ def compare(
 def _planned(
     args: argparse.Namespace, recipe: Recipe, options: Sequence[str]
 ) -> Comparison:
-    """Check every candidate, and return the comparison.
+    """Check every candidate and return the comparison.
 
     Raises:
         ArgumentsError: A candidate is rejected.
@@ -122,12 +122,12 @@ def _planned(
         raise ArgumentsError("--dry-run has no results; leave --json out")
     if args.locate and args.speed_only:
         raise ArgumentsError(
-            "--locate needs runs that start from equal weights; leave --speed-only out"
+            "--locate requires runs that start from the same weights; leave --speed-only out"
         )
     if args.calibrate and args.speed_only:
         raise ArgumentsError(
-            "--calibrate learns how much numbers may differ, but --speed-only compares none; leave "
-            "one of them out"
+            "--calibrate learns how much numbers may differ, but --speed-only does not compare "
+            "them; leave one of them out"
         )
     if args.against_itself:
         if args.additions or args.reference or args.calibrate:
@@ -147,10 +147,10 @@ def _planned(
         recipe = _with_equal_masks(args, recipe, contenders[0])
     answers = [_checked(args, recipe, contender) for contender in contenders]
     runners = []
-    # Apart from our pipeline flags, only Megatron flags remain.
+    # `Recipe.of` filters out our pipeline flags, which leaves only Megatron's.
     flags_of_reference = Recipe.of([recipe.script, *contenders[0].flags]).flags
     for contender, answer in zip(contenders, answers, strict=True):
-        # Two runs with the same recipe must be bit-identical.
+        # Two runs of the same recipe must be bit-identical.
         promise = tolerances.Promise(0.0, 0.0)
         if not args.against_itself:
             flags = Recipe.of([recipe.script, *contender.flags]).flags
@@ -166,7 +166,7 @@ def _planned(
         )
         runners.append(runner)
     num_rounds = args.rounds or _NUM_ROUNDS
-    # With --self, the two contenders are already the two runs to compare.
+    # With --self, the two contenders already are the two runs to compare.
     if args.against_itself:
         num_rounds = 1
     return Comparison(
@@ -183,7 +183,7 @@ def _planned(
 
 
 def _schedule_of(answer: Preflight) -> str:
-    """Return the name of the schedule that a contender must run, as its ranks record it."""
+    """Return the name under which ranks record the schedule that a contender must run."""
     if answer.pipeline is not None:
         return answer.pipeline.full.name
     assert answer.config is not None
@@ -194,7 +194,7 @@ def _schedule_of(answer: Preflight) -> str:
 
 def _is_carried(answer: Preflight) -> bool:
     """Return whether our transport must carry the messages of Megatron's own schedule."""
-    # `auto` may choose torch.distributed, which only the ranks can tell.
+    # `auto` may choose torch.distributed, and only the ranks know whether it did.
     carried = answer.transport_only
     return carried is not None and carried.config.wire != "auto"
 
@@ -203,10 +203,12 @@ def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
     """Return the flags for the schedules chosen by `--best`, fastest first.
 
     Raises:
-        ArgumentsError: No schedule can run, or `--trace-dir` contains nothing to rank.
+        ArgumentsError: No schedule can run, or `--trace-dir` contains nothing to rank by.
     """
     if args.trace_dir is not None and not args.best:
-        raise ArgumentsError("--trace-dir ranks the schedules of --best; add --best 3")
+        raise ArgumentsError(
+            "--trace-dir only affects how --best ranks schedules; add --best 3"
+        )
     if not args.best:
         return []
     schedule = "auto" if args.trace_dir is None else f"auto:{args.trace_dir}"
@@ -216,7 +218,8 @@ def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
     chosen: list[tuple[str, ...]] = []
     for ranked in ranking.candidates:
         flags = split_words(ranked.flags, "--best")
-        # Our schedule with this name has the same table as Megatron's own schedule, the reference.
+        # Our schedule of this name has the same table as Megatron's
+        # own, which is the reference.
         is_reference = ranked.schedule == automatic.REFERENCE
         if is_reference or not ranked.fits or len(chosen) == args.best:
             continue
@@ -231,7 +234,7 @@ def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
 
 
 def _pipeline_flags(text: str, flag: str) -> tuple[str, ...]:
-    """Return a candidate's flags; a word that is not a flag names a schedule."""
+    """Return a candidate's flags. A first word that is not a flag is a schedule name."""
     words = split_words(text, flag)
     refuse_shared(words, flag)
     if words and not words[0].startswith("--"):
@@ -242,10 +245,10 @@ def _pipeline_flags(text: str, flag: str) -> tuple[str, ...]:
 def _with_equal_masks(
     args: argparse.Namespace, recipe: Recipe, reference: Candidate
 ) -> Recipe:
-    """Return the recipe, plus `--microbatch-rng` if it uses dropout and the other flags allow it.
+    """Return the recipe, with `--microbatch-rng` added if it uses dropout and other flags allow it.
 
-    Dropout then draws the same masks under all schedules with the same stages, so their numbers can
-    be compared.
+    Dropout then draws the same masks under every schedule with the same stages, which makes their
+    numbers comparable.
     """
     settings = _preflight(args, recipe, reference).checked_args
     rates = (
@@ -261,14 +264,15 @@ def _with_equal_masks(
     changed = replace(
         recipe, flags=(*recipe.flags, "--microbatch-rng"), notes=(*recipe.notes, note)
     )
-    # If other flags rule it out, the masks differ, and the numbers are not judged.
+    # If other flags rule it out, masks differ between runs, so
+    # the numbers are not judged.
     return changed if _preflight(args, changed, reference).accepted else recipe
 
 
 def _checked(
     args: argparse.Namespace, recipe: Recipe, candidate: Candidate
 ) -> Preflight:
-    """Return the preflight result for a candidate.
+    """Return a candidate's preflight result.
 
     Raises:
         ArgumentsError: The candidate is rejected.
@@ -285,7 +289,7 @@ def _preflight(
 ) -> Preflight:
     command = recipe.command(candidate)
     with run.flags_cleared():
-        # The number of ranks is known only inside the allocation.
+        # The number of ranks is only known inside the allocation.
         if args.slurm is not None and not jobs.is_inside_allocation():
             return preflight(command)
         plan = jobs.planned(args, command, str(Path.cwd()))
@@ -294,19 +298,19 @@ def _preflight(
             jobs.check_command_here(command)
         if all(host.slots for host in plan.hosts):
             return jobs.preflight_of(plan.completed())
-        # Only the hosts themselves can tell how many devices they have, so the run itself checks
-        # this number.
+        # Only the hosts themselves know how many devices they have, so the run
+        # itself checks this number.
         return preflight(command)
 
 
 @dataclass
 class Comparison:
-    """A comparison in progress, with its runs and their results so far."""
+    """A comparison in progress: its runs and their results so far."""
 
     recipe: Recipe
     contenders: list[outcome.Contender]
     options: Sequence[str]
-    """Options for `launch` in each run."""
+    """`launch` options for every run."""
     num_steps: int
     num_rounds: int
     speed_only: bool
@@ -314,21 +318,21 @@ class Comparison:
     locates: bool
     """Whether to name the first tensor that differs."""
     calibrates: bool
-    """Whether to run the reference with different rounding, to learn how much numbers may
+    """Whether to also run the reference with different rounding, to learn how much numbers may
     differ."""
     folder: Path = Path()
     rounded_digests: Path | None = None
-    """The digests of the run that was rounded differently, or None if there is no such run."""
+    """The digests of the run with different rounding, or None if there is no such run."""
     calibration_failure: str = ""
-    """Why that run produced no tolerances; empty: it produced some, or there was no such run."""
+    """Why that run produced no tolerances, or empty if it did, or if there was no such run."""
 
     @property
     def saves_weights(self) -> bool:
-        """Whether an initial run saves the weights from which all other runs start."""
+        """Whether an initial run saves the weights that all other runs start from."""
         return not (self.speed_only or self.recipe.loads)
 
     def plan(self) -> str:
-        """Return a description of the runs: their flags, and how close their numbers must be."""
+        """Describe the runs: their flags, and how closely their numbers must match."""
         num_runs = self.num_rounds * len(self.contenders)
         first = (
             "saves weights to start from, then trains"
@@ -374,30 +378,30 @@ class Comparison:
         )
 
     def train(self, stop: run.Stop) -> None:
-        """Run all contenders in all rounds, but stop if the reference fails or the user asks to."""
+        """Run all contenders in all rounds, unless the reference fails or the user asks to stop."""
         for note in self.recipe.notes:
             say(note)
         needs_weights = self.saves_weights
         num_runs = needs_weights + self.num_rounds * len(self.contenders)
         counter = _Progress(num_runs)
         with self._weights() as weights:
-            # Without common weights, runs that place stages on different ranks would draw different
-            # weights.
+            # Without common weights, runs that place the stages on different ranks
+            # would draw different initial weights.
             if needs_weights and not self._save_weights(weights, counter, stop):
                 return
             load: tuple[str, ...] = ()
             if needs_weights:
-                # --finetune loads only the weights, and starts from the first iteration.
+                # --finetune loads only the weights and starts at the first iteration.
                 load = ("--load", str(weights), "--finetune", *_WHOLE)
             for number in range(1, self.num_rounds + 1):
-                # Reverse every other round, so that a steady drift in the machine's speed affects
-                # all contenders equally.
+                # Reverse every other round, so a steady drift in the machine's speed
+                # affects all contenders equally.
                 order = self.contenders if number % 2 else self.contenders[::-1]
                 for contender in order:
-                    # Without the reference, there is nothing to compare with.
+                    # Without the reference, there is nothing to compare against.
                     if stop.number is not None or self.contenders[0].failure:
                         return
-                    # A contender that has failed would most likely fail again.
+                    # A contender that has failed once would most likely fail again.
                     if not contender.failure:
                         self._train_one(contender, number, load, counter, stop)
             if self.calibrates and stop.number is None:
@@ -406,7 +410,7 @@ class Comparison:
                 self._locate(load, counter, stop)
 
     def report(self, *, as_json: bool, stopped_by: int | None) -> int:
-        """Print the answer, write the results, and return the exit code."""
+        """Print the answer, write the results to files, and return the exit code."""
         answer = self._answer()
         content = outcome.as_json(answer, self.contenders)
         text = json.dumps(content, indent=1, allow_nan=False)
@@ -446,18 +450,20 @@ class Comparison:
     def _calibrate(
         self, load: Sequence[str], counter: _Progress, stop: run.Stop
     ) -> None:
-        """Train the reference again with different rounding, and learn tolerances from that run."""
+        """Train the reference again with different rounding and learn tolerances from that run."""
         reference = self.contenders[0]
         tolerant = []
         for owner in self._candidates:
             if owner.promise.has_tolerance and not owner.failure:
                 tolerant.append(owner)
         if not tolerant:
-            say("--calibrate has nothing to learn: no candidate may differ by rounding")
+            say(
+                "--calibrate has nothing to learn, because no candidate may differ by rounding"
+            )
             return
         if not reference.records:
             return
-        # Train the reference again, but round outputs differently.
+        # Train the reference again, this time rounding outputs differently.
         counter.add(1)
         counter.begin(f"{reference.candidate.label}, rounded differently")
         digests = self.folder / "digests" / "rounded"
@@ -490,14 +496,15 @@ class Comparison:
             except DataError as error:
                 reason = str(error)
         if not self.locates:
-            # Rounding requires digests to be recorded, but only --locate reads them.
+            # Rounding only works while digests are recorded, but
+            # only --locate reads them.
             shutil.rmtree(digests, ignore_errors=True)
         if reason:
             counter.end(reason)
             self.calibration_failure = reason
             for owner in tolerant:
                 owner.notes.append(
-                    f"no tolerance was learned, so the stated one holds: {reason}"
+                    f"no tolerance was learned, so the stated one applies: {reason}"
                 )
             return
         for owner in tolerant:
@@ -506,7 +513,7 @@ class Comparison:
         counter.end(f"allows {tolerant[0].promise.allowance}")
 
     def _locate(self, load: Sequence[str], counter: _Progress, stop: run.Stop) -> None:
-        """Retrain the contenders that differ, and name the first tensor that differs."""
+        """Retrain the contenders that differ and name the first tensor that differs."""
         reference = self.contenders[0]
         for contender, row in zip(self.contenders, self._answer().rows, strict=True):
             is_different = row.judgement == "different" and row.deviations is not None
@@ -516,8 +523,8 @@ class Comparison:
             last_step = (
                 row.deviations.first_iteration if row.deviations is not None else None
             )
-            # Train only up to the first iteration with different numbers, because digests are slow
-            # and large.
+            # Digests are slow and large, so train only up to the first
+            # iteration with different numbers.
             num_steps = (last_step or first_step) - first_step + 1
             try:
                 digests = self._record(contender, num_steps, {}, load, counter, stop)
@@ -543,7 +550,8 @@ class Comparison:
             contender.located = (
                 f"{difference.sentence()}; tolerance: {comparison.tolerance}"
             )
-            # If a module computed the tensor, find the first operator in the module that differs.
+            # If a module computed the tensor, find the module's
+            # first operator that differs.
             place = place_of(difference)
             if place is not None and stop.number is None:
                 operator = self._operator(
@@ -560,10 +568,10 @@ class Comparison:
         counter: _Progress,
         stop: run.Stop,
     ) -> str:
-        """Train both runs again, and return a sentence about the first operator that differs."""
+        """Train both runs again and return a sentence about the first operator that differs."""
         if reason := why_unavailable():
             return f"the operator could not be located: {reason}"
-        # A recipe that resumes from its checkpoint does not start at iteration 1.
+        # A recipe that resumes from a checkpoint does not start at iteration 1.
         first_step = self.contenders[0].records[0].steps[0].iteration
         num_steps = max(place.iteration - first_step + 1, 1)
         variables = {OPERATORS: str(place)}
@@ -582,18 +590,18 @@ class Comparison:
         counter: _Progress,
         stop: run.Stop,
     ) -> tuple[Path, Path]:
-        """Train the reference and a contender again, recording digests; return the folders.
+        """Train the reference and a contender again, record digests, and return the folders.
 
         Args:
             contender: The contender that differs.
             num_steps: Number of steps in each run.
-            variables: Additional environment variables, which determine what is recorded.
+            variables: Extra environment variables that determine what is recorded.
             load: Flags that load the common weights.
-            counter: Shows the two runs in the progress.
+            counter: Includes the two runs in the progress display.
             stop: Forwards signals to the runs.
 
         Raises:
-            DataError: A run failed, or did not run its schedule.
+            DataError: A run failed or did not run its schedule.
         """
         recording = "operators" if variables else "digests"
         counter.add(2)
@@ -633,7 +641,7 @@ class Comparison:
 
     @contextmanager
     def _weights(self) -> Iterator[Path]:
-        """Yield the folder for the weights that all runs start from, and delete it at the end."""
+        """Yield the folder for the weights that all runs start from, and delete it afterwards."""
         path = self.folder / "weights"
         try:
             yield path
@@ -641,9 +649,9 @@ class Comparison:
             shutil.rmtree(path, ignore_errors=True)
 
     def _save_weights(self, path: Path, counter: _Progress, stop: run.Stop) -> bool:
-        """Save the weights that all runs start from; return whether that succeeded."""
-        # The recipe's --load folder has no checkpoint; otherwise, this run would not be needed. The
-        # following runs load the new weights instead.
+        """Save the weights that all runs start from, and return whether that succeeded."""
+        # The recipe's --load folder has no checkpoint, or this run would not be needed.
+        # The runs that follow load the new weights instead.
         self.recipe = self.recipe.without("--load", "--ckpt-step", "--ckpt-format")
         reference = self.contenders[0]
         command = self.recipe.command(
@@ -674,14 +682,15 @@ class Comparison:
         counter: _Progress,
         stop: run.Stop,
     ) -> None:
-        """Train a contender once, and keep the records from its ranks."""
+        """Train a contender once and keep its ranks' records."""
         position = self.contenders.index(contender)
         name = (
             f"{position}-{_file_name(contender.candidate.label)}-round-{round_number}"
         )
         record_folder = self.folder / "steps" / name
         trace_folder = self.folder / "traces" / name
-        # Trace only at the start: the next tracing interval would begin after the last step.
+        # Trace only the start of the run: the next tracing interval would
+        # begin after the last step.
         interval = max(self.num_steps, _TRACED_STEPS)
         tracing = (
             "--trace", "--trace-dir", str(trace_folder),
@@ -697,7 +706,8 @@ class Comparison:
             progress=lambda: counter.tick(record_folder, self.num_steps),
         )
         if ended.code and stop.number is not None:
-            # The user stopped the run, so this contender's earlier rounds remain valid.
+            # The user stopped the run, so this contender's
+            # earlier rounds are still valid.
             counter.end("stopped")
             return
         # A failure affects only this contender; the others are still compared.
@@ -713,7 +723,7 @@ class Comparison:
             counter.end(str(error))
             return
         contender.records.append(record)
-        # The page needs the timeline from only one round.
+        # The page needs only one round's timeline.
         if contender.timeline is None:
             _read_trace(contender, trace_folder)
         step_s = outcome.median_s([record])
@@ -736,7 +746,7 @@ def _read_trace(contender: outcome.Contender, trace_folder: Path) -> None:
 
 
 def _file_name(label: str) -> str:
-    """Return a label in which all characters are valid in a file name."""
+    """Return the label with all characters replaced that are not valid in a file name."""
     return re.sub(r"[^A-Za-z0-9]+", "-", label).strip("-").lower()[:40]
 
 
@@ -746,7 +756,7 @@ def say(text: str) -> None:
 
 
 class _Progress:
-    """Shows which run is in progress and, on a terminal, how far it has got."""
+    """Shows which run is in progress and, on a terminal, how far it has come."""
 
     def __init__(self, num_runs: int) -> None:
         self._num_runs = num_runs
@@ -759,7 +769,7 @@ class _Progress:
         self._num_runs += num_runs
 
     def begin(self, label: str) -> None:
-        """Record that the next run starts."""
+        """Record that the next run is starting."""
         self._number += 1
         self._label = f"run {self._number} of {self._num_runs}: {label}"
         self._show("starts")

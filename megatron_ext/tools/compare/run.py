@@ -1,4 +1,4 @@
-"""Starts one run in a comparison with `launch`, in a separate process, and waits for it."""
+"""Starts one run of a comparison through `launch`, in a separate process, and waits for it."""
 
 from __future__ import annotations
 
@@ -27,32 +27,34 @@ class Ended:
     """How a run finished."""
 
     code: int
-    """Exit code of `launch`: 0, 2 if the flags were rejected, else the code of the first
-    failure."""
+    """Exit code of `launch`: 0 after success, 2 if the flags were rejected, otherwise the code of
+    the first failure."""
     reason: str
-    """The line that gives the reason; empty after success."""
+    """The log line that gives the reason, or empty after success."""
 
 
 class Stop:
-    """The signal that stops the comparison, and is forwarded to the current run."""
+    """The signal that stops the comparison; also forwarded to the current run."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The first signal received, or None if there has been no signal yet."""
+        """The first signal received, or None if there has been none yet."""
         self.process: subprocess.Popen[bytes] | None = None
         """The current run."""
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
         self.number = self.number or number
         if self.process is not None:
-            # The launcher then stops its ranks on all hosts. A second signal makes it kill them.
+            # The launcher then stops its ranks on all hosts, and kills
+            # them on a second signal.
             self.process.send_signal(number)
 
     @contextmanager
     def installed(self) -> Iterator[Stop]:
-        """Handle the signals that stop a command while this context is active."""
+        """While this context is active, handle the signals that stop a command."""
         numbers = [signal.SIGINT, signal.SIGTERM]
-        # Under nohup, SIGHUP is ignored so that the command continues, so do not handle it.
+        # Under nohup, SIGHUP is ignored to keep the command
+        # running, so do not handle it.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         handlers = {number: signal.signal(number, self._take) for number in numbers}
@@ -65,7 +67,7 @@ class Stop:
 
 @contextmanager
 def flags_cleared() -> Iterator[None]:
-    """Ignore the flags in the environment, as all runs do, because the recipe includes them."""
+    """Ignore the flags in the environment, as every run does: the recipe already includes them."""
     flags = os.environ.pop(FLAGS, None)
     try:
         yield
@@ -82,27 +84,27 @@ def launch(
     stop: Stop,
     progress: Callable[[], None],
 ) -> Ended:
-    """Run `megatron-ext launch` with these words, and return how the run finished.
+    """Run `megatron-ext launch` with these words and return how the run finished.
 
     Args:
         words: Options for `launch`, `--`, and the command.
         log_path: File that receives all output.
-        environment: Environment variables for the launcher and its ranks, in addition to those of
-            this process.
+        environment: Environment variables for the launcher and its ranks, on top of this process's
+            own.
         stop: Forwards signals to the run.
         progress: Called twice a second.
     """
-    # The words already include the flags from the environment, so clear these flags in the
-    # environment of the run.
+    # The words already include the flags from the environment, so clear them
+    # in the run's environment.
     variables = {**os.environ, **environment, FLAGS: ""}
     for name in _RECORDING:
-        # Two runs must not record into the same folder, and only the calibration run is rounded
-        # differently, so ignore the user's own settings.
+        # Two runs must not record into the same folder, and only the calibration run
+        # may round differently, so ignore the user's own settings.
         if name not in environment:
             variables.pop(name, None)
     command = [sys.executable, "-m", "megatron_ext", "launch", *words]
     with log_path.open("wb") as log:
-        # In a new session, the run gets Ctrl-C only once, through `stop`.
+        # A new session ensures that the run receives Ctrl-C only once, through `stop`.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -113,7 +115,7 @@ def launch(
         )
         stop.process = process
         try:
-            # The signal may have arrived while the process was being created.
+            # The signal may have arrived while the process was starting.
             if stop.number is not None:
                 process.send_signal(stop.number)
             while process.poll() is None:
@@ -122,7 +124,7 @@ def launch(
         finally:
             stop.process = None
             if process.poll() is None:
-                # After an error here, `launch` still stops its ranks before it exits.
+                # After an error here, let `launch` stop its ranks before it exits.
                 process.terminate()
                 process.wait()
     reason = ""
@@ -132,11 +134,12 @@ def launch(
 
 
 def _reason(log_path: Path) -> str:
-    """Return the log line in which `launch` gives the reason for its failure."""
+    """Return the log line with the reason why `launch` failed."""
     with log_path.open("rb") as log:
         log.seek(max(0, log_path.stat().st_size - _TAIL_BYTES))
         lines = log.read().decode(errors="replace").splitlines()
-    # `launch` prints the first text after a failed job, and the second one if no job started.
+    # `launch` prints the first of these if a job failed, and the
+    # second if no job started.
     for mark in ("megatron-ext: failed first: ", "megatron-ext: error: "):
         for line in reversed(lines):
             if line.startswith(mark):

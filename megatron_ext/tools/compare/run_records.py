@@ -1,4 +1,4 @@
-"""Reads the records written by a run's ranks (`megatron_ext/tracing/step_records.py`)."""
+"""Reads the records that a run's ranks write (`megatron_ext/tracing/step_records.py`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron_ext.errors import DataError
 from megatron_ext.tracing.digest_files import MEGATRONS
 
 WARMUP_STEPS = 3
-"""Number of steps at the start of a run that are not measured, because ranks connect to each other
-and allocate memory during these steps."""
+"""Number of steps at the start of a run that are not measured, because ranks are still connecting
+to each other and allocating memory."""
 _MAX_BYTES = 64 << 20
 _NORM = "gradient norm"
 _MEGATRONS_WIRE = "torch.distributed"
@@ -31,17 +31,17 @@ class Step:
     losses: dict[str, float]
     gradient_norm: float | None
     skipped: bool
-    """Whether the optimizer skipped the update of the weights."""
+    """Whether the optimizer skipped the weight update."""
     duration_s: float | None
-    """Mean over all ranks, or None if it was not measured."""
+    """Mean over all ranks, or None if not measured."""
     learning_rate: float | None = None
     """None: unknown."""
     schedules: frozenset[str] = frozenset({MEGATRONS})
-    """The schedules that ranks ran; all ranks should have run the same one."""
+    """The schedules that ranks ran. All ranks should have run the same one."""
     wires: frozenset[str] | None = None
-    """The wires of our transport; None if it did not carry the messages of all ranks."""
+    """The wires of our transport, or None if it did not carry all ranks' messages."""
     num_slices: int | None = None
-    """Number of slices of the most finely cut micro-batch; None unless slices depend on
+    """Number of slices in the most finely cut micro-batch, or None if slices do not depend on
     lengths."""
 
     @property
@@ -52,18 +52,18 @@ class Step:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The results from one run of a candidate."""
+    """The results of one run of a candidate."""
 
     steps: list[Step]
     memory_bytes: int = 0
-    """Peak memory on the rank that needs the most."""
+    """Peak memory on the rank that uses the most."""
     tokens: int | None = None
-    """Tokens in the median step, or None if unknown."""
+    """Tokens in the median step, or None if not known."""
     num_ranks: int = 0
     gap: str = ""
-    """What some of the ranks did not record; empty if all ranks recorded all steps."""
+    """What some ranks did not record, or empty if all ranks recorded all steps."""
     departures: list[str] = field(default_factory=list)
-    """How ranks departed from their settings, as sentences."""
+    """Sentences about how ranks departed from their settings."""
 
     @property
     def durations_s(self) -> list[float]:
@@ -76,7 +76,7 @@ class RunRecord:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the user: gaps, departures, and steps without slices."""
+        """Sentences for the user about gaps, departures, and steps without slices."""
         notes = [self.gap] if self.gap else []
         notes += self.departures
         if not self.durations_s:
@@ -94,14 +94,14 @@ class RunRecord:
 
     @property
     def wires(self) -> set[str]:
-        """The wires that carried messages; Megatron's own messages take torch.distributed."""
+        """The wires that carried messages. Megatron's own messages use torch.distributed."""
         wires: set[str] = set()
         for step in self.steps:
             wires |= {_MEGATRONS_WIRE} if step.wires is None else step.wires
         return wires
 
     def substitute(self, schedule: str, *, is_carried: bool) -> str:
-        """Return what ran instead of the requested pipeline, or an empty text if that always ran.
+        """Return what ran instead of the requested pipeline, or an empty text if it always ran.
 
         Args:
             schedule: The name of the requested schedule.
@@ -133,7 +133,8 @@ def read(folder: Path) -> RunRecord:
         DataError: There are no records, or two ranks disagree about a step.
     """
     ranks = [list(_lines(path)) for path in folder.glob("rank-*.jsonl")]
-    # The first line is a header. If a rank died in its first step, there is nothing else.
+    # The first line is a header. If a rank died during its first
+    # step, there is nothing else.
     ranks = [lines for lines in ranks if len(lines) > 1]
     # Sort the ranks, because the last rank's losses take precedence (`_step`).
     ranks.sort(key=lambda lines: lines[0]["rank"])
@@ -144,7 +145,7 @@ def read(folder: Path) -> RunRecord:
         )
     headers = [lines[0] for lines in ranks]
     bodies = [lines[1:] for lines in ranks]
-    # A rank that was killed may lack the last steps recorded by other ranks.
+    # A killed rank may be missing the last steps that other ranks recorded.
     num_steps = max(len(body) for body in bodies)
     steps = []
     for index in range(num_steps):
@@ -165,7 +166,7 @@ def read(folder: Path) -> RunRecord:
 
 
 def _gap(headers: Sequence[dict[str, Any]], bodies: Sequence[Sequence[Any]]) -> str:
-    """Return what some of the ranks did not record, or an empty text."""
+    """Return what some ranks did not record, or an empty text."""
     num_ranks = headers[0]["world_size"]
     if len(bodies) < num_ranks:
         return f"{len(bodies)} of {num_ranks} ranks left a record"
@@ -177,7 +178,7 @@ def _gap(headers: Sequence[dict[str, Any]], bodies: Sequence[Sequence[Any]]) -> 
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines in a record, except an incomplete last line."""
+    """Yield a record's lines, except for an incomplete last line."""
     text = path.read_bytes()[:_MAX_BYTES].decode(errors="replace")
     for line in text.splitlines(keepends=True):
         if line.endswith("\n"):
@@ -185,7 +186,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _step(lines: Sequence[dict[str, Any]]) -> Step:
-    """Combine the records from all ranks for one step.
+    """Combine all ranks' records of one step.
 
     Raises:
         DataError: Two ranks disagree about the step.
@@ -217,20 +218,20 @@ def _step(lines: Sequence[dict[str, Any]]) -> Step:
 def _known(lines: Sequence[dict[str, Any]], name: str) -> list[Any]:
     """Return a field's values from the ranks that know it.
 
-    For example, the forward ranks of a disaggregated job have no optimizer, and only ranks that
-    hold parameters know the learning rate.
+    For example, a disaggregated job's forward ranks have no optimizer, and only ranks with
+    parameters know the learning rate.
     """
     return [line[name] for line in lines if line[name] is not None]
 
 
 def _check_agreement(lines: Sequence[dict[str, Any]]) -> None:
-    """Check that all ranks have recorded the same step.
+    """Check that all ranks recorded the same step.
 
     Raises:
         DataError: Two ranks disagree about the step.
     """
     iteration = lines[0]["iteration"]
-    # All ranks record the norm for the whole model.
+    # Every rank records the norm of the whole model.
     norms = _known(lines, "gradient_norm")
     for norm in norms:
         if not is_same(norm, norms[0]):
@@ -252,7 +253,7 @@ def _check_agreement(lines: Sequence[dict[str, Any]]) -> None:
 
 
 def other_steps(record: RunRecord, reference: RunRecord) -> str:
-    """Return a description of the steps that a run trained; empty: they match the reference's."""
+    """Describe the steps that a run trained; empty if they match the reference's."""
     iterations = [step.iteration for step in record.steps]
     expected = [step.iteration for step in reference.steps]
     if iterations == expected:
@@ -266,11 +267,11 @@ def other_steps(record: RunRecord, reference: RunRecord) -> str:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean over ranks, or exactly the common value if all ranks have the same value."""
+    """Return the mean over ranks, or exactly the common value if all ranks agree."""
     if all(is_same(value, values[0]) for value in values):
         return values[0]
-    # Some loss functions do not average over replicas. A single rank's value would hide what the
-    # other replicas compute.
+    # Some loss functions do not average over replicas. A single rank's value would hide
+    # what the other replicas computed.
     return statistics.fmean(values)
 
 
@@ -282,13 +283,13 @@ def _tokens(lines: Sequence[dict[str, Any]], seq_length: int | None) -> int | No
     ]
     if seq_length is None or len(counts) < 2:
         return None
-    # The records contain the number of samples consumed since training started.
+    # Records contain the total number of samples consumed since training started.
     samples = [after - before for before, after in itertools.pairwise(counts)]
     return int(statistics.median(samples) * seq_length)
 
 
 def is_same(first: float | None, second: float | None) -> bool:
-    """Return whether two numbers are bit-identical; NaN counts as equal to NaN."""
+    """Return whether two numbers are bit-identical. NaN counts as equal to NaN."""
     if first is None or second is None:
         return first is second
     return first == second or (math.isnan(first) and math.isnan(second))
@@ -296,7 +297,7 @@ def is_same(first: float | None, second: float | None) -> bool:
 
 @dataclass(frozen=True)
 class Deviation:
-    """The largest difference between two runs in one kind of number."""
+    """The largest difference in one kind of number between two runs."""
 
     name: str
     """Name of the number: `lm loss`, `gradient norm`."""
@@ -306,13 +307,13 @@ class Deviation:
 
     @property
     def is_finite(self) -> bool:
-        """Whether neither number is an infinity or NaN."""
+        """Whether neither number is infinite or NaN."""
         numbers = self.reference, self.candidate
         return all(number is None or math.isfinite(number) for number in numbers)
 
     @property
     def relative(self) -> float:
-        """The difference relative to the reference; infinite if either is not a number."""
+        """The difference relative to the reference, or infinity if either number is not finite."""
         reference, candidate = self.reference, self.candidate
         if is_same(reference, candidate):
             return 0.0
@@ -325,7 +326,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Deviations:
-    """How the numbers in two runs differ."""
+    """How two runs' numbers differ."""
 
     loss: Deviation | None
     """The largest deviation in a loss, or None if all losses are bit-identical."""
@@ -334,30 +335,30 @@ class Deviations:
     first_iteration: int | None
     """The first iteration in which any number differs."""
     num_losses: int = 0
-    """Number of losses that both runs have."""
+    """Number of losses that both runs recorded."""
     num_norms: int = 0
-    """Number of gradient norms that both runs have. Zeros do not count: with `--clip-grad 0`, some
-    of Megatron's optimizers report 0.0 instead of a norm."""
+    """Number of gradient norms that both runs recorded. Zeros do not count, because with
+    `--clip-grad 0`, some of Megatron's optimizers report 0.0 instead of a norm."""
     num_updates: int = 0
-    """Number of steps in which neither run skipped the update of the weights."""
+    """Number of steps in which neither run skipped the weight update."""
     num_gradients: int = 0
-    """Number of these steps whose gradients were compared, by their norm or by the weights that
-    they changed."""
+    """Number of these steps in which gradients were compared, by their norm or by the weights they
+    changed."""
     without_loss: int | None = None
-    """The first iteration that both runs trained without recording a loss; None: there is none."""
+    """The first iteration that both runs trained without recording a loss, or None."""
     not_finite: Deviation | None = None
-    """The first number that is an infinity or NaN in both runs, or None if there is none."""
+    """The first number that is infinite or NaN in both runs, or None if there is none."""
     skipped: int | None = None
     """The first iteration that only one of the two runs skipped."""
 
     @property
     def are_none(self) -> bool:
-        """Whether all numbers are equal down to the last bit."""
+        """Whether all numbers are identical to the last bit."""
         return self.loss is None and self.norm is None and self.skipped is None
 
     @property
     def gap(self) -> str:
-        """Why equal numbers in these two runs prove nothing; empty if they prove something."""
+        """Why identical numbers in these runs prove nothing; empty if they do prove something."""
         if self.not_finite is not None:
             name, iteration = self.not_finite.name, self.not_finite.iteration
             return f"{name} is {self.not_finite.reference} in both runs at iteration {iteration}"
@@ -379,7 +380,7 @@ class Deviations:
 
 
 def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
-    """Compare the numbers in two runs, iteration by iteration."""
+    """Compare two runs' numbers, iteration by iteration."""
     candidate_steps = {step.iteration: step for step in candidate.steps}
     num_losses = num_norms = num_updates = num_gradients = 0
     losses: list[Deviation] = []
@@ -393,7 +394,7 @@ def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
         has_norm = bool(step.gradient_norm and other.gradient_norm)
         num_updates += is_update
         num_norms += has_norm
-        # With a learning rate of 0, the losses of later steps do not depend on the gradients.
+        # With a learning rate of 0, later losses do not depend on the gradients.
         num_gradients += is_update and (has_norm or step.learning_rate != 0)
         if without_loss is None and is_update and not (step.losses or other.losses):
             without_loss = step.iteration
@@ -431,7 +432,7 @@ def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
 def largest(rounds: Sequence[Deviations]) -> Deviations:
     """Return the largest deviations over several runs of one candidate.
 
-    For the numbers of compared values, return the smallest number over all runs.
+    The counts of compared values are the smallest of all runs.
     """
     return Deviations(
         loss=_largest(filter(None, (one_round.loss for one_round in rounds))),

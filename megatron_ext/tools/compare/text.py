@@ -19,7 +19,7 @@ _MAX_LABEL = 40
 
 
 def answer_text(answer: Answer) -> str:
-    """Return the table, notes on its rows, the verdict, and the flags to keep."""
+    """Return the table, the notes on its rows, the verdict, and the flags to keep."""
     reference = answer.rows[0]
     lines = [aligned([HEADER, *(cells(row, reference) for row in answer.rows)])]
     for row in answer.rows:
@@ -49,7 +49,7 @@ def cells(row: Row, reference: Row) -> list[str]:
     speed = ""
     if row.speed is not None:
         speed = f"{row.speed:.2f} x"
-        # ~ marks a difference no larger than the differences between rounds.
+        # ~ marks a difference that is no larger than the differences between rounds.
         if is_noise(row, reference):
             speed = f"~ {speed}"
     step_ms = tokens = memory_gib = bubble_percent = ""

@@ -1,4 +1,4 @@
-"""How close the numbers in two runs of a recipe must be, as stated in docs/schedules.md."""
+"""How closely the numbers of two runs of a recipe must match, as stated in docs/schedules.md."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from megatron_ext.tools.compare.run_records import Deviations
 
 _RESOLUTION = 1e-6
-"""Smallest learned tolerance: a few roundings in single precision."""
+"""Smallest learned tolerance: a few rounding errors in single precision."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """How close a run's numbers must be to the reference's numbers."""
+    """How closely a run's numbers must match the reference's."""
 
     loss: float | None
     """Largest relative difference in a loss; 0: bit-identical; None: losses are not judged."""
@@ -31,12 +31,12 @@ class Promise:
     reason: str = ""
     """Why the numbers are not bit-identical."""
     is_learned: bool = False
-    """Whether the tolerances were learned from a run of the reference. If not, they are the fixed
+    """Whether the tolerances were learned from a run of the reference, instead of being the fixed
     tolerances for all models."""
 
     @property
     def allowance(self) -> str:
-        """A description of the allowed differences, and where the limits come from."""
+        """Describes the allowed differences and where the limits come from."""
         source = (
             "learned by --calibrate" if self.is_learned else "stated for all models"
         )
@@ -52,7 +52,7 @@ class Promise:
         """Return the same promise with tolerances learned from a run with different rounding.
 
         Args:
-            rounded: The differences between that run and the reference.
+            rounded: How that run differs from the reference.
         """
         loss = norm = _RESOLUTION
         if rounded.loss is not None:
@@ -71,49 +71,49 @@ REASONS = {
     "dropout": "dropout draws different masks; add --hidden-dropout 0 --attention-dropout 0 to "
     "judge",
     "flags": "Megatron's flags differ, so sums may be accumulated in a different order",
-    "lengths": "--pipeline-balance sums over micro-batches in another order",
-    "slices": "slices sum over the tokens of a micro-batch in another order",
-    "merged": "merged forward ranks sum over the width of a layer in another order",
-    "twins": "mirrored pipelines split the micro-batches, which are summed in another order",
-    "clip": "the norm that clips gradients is summed over other ranks; losses are exact with "
+    "lengths": "--pipeline-balance sums over micro-batches in a different order",
+    "slices": "slices sum over a micro-batch's tokens in a different order",
+    "merged": "merged forward ranks sum over a layer's width in a different order",
+    "twins": "mirrored pipelines split the micro-batches, so sums use a different order",
+    "clip": "the norm that clips gradients is summed over different ranks; losses are exact with "
     "--clip-grad 0",
     "replicas": ORDER_OF_REPLICAS,
-    "norm": "the reported gradient norm is summed over other ranks",
+    "norm": "the reported gradient norm is summed over different ranks",
 }
-"""What differs between two runs, in the order in which it is checked -> why their numbers may
-differ."""
+"""What differs between two runs, in the order of the checks -> why their numbers may differ."""
 
-# Rounding errors grow from step to step, so these tolerances are valid for a few tens of steps.
+# Rounding errors grow from step to step, so these tolerances hold
+# for a few tens of steps.
 TOLERANCES = {"single": (1e-4, 1e-3), "half": (2e-2, 1e-1)}
-"""Precision -> the largest relative differences in a loss and in a gradient norm."""
+"""Precision -> the largest allowed relative differences in a loss and in a gradient norm."""
 
 # Measured: 8.8e-8 for zb-v, in the first step.
 NORM_ROUNDING = 1e-5
-"""Largest relative difference in a gradient norm that is summed in a different order over
-bit-identical gradients."""
+"""Largest allowed relative difference in a gradient norm that sums bit-identical gradients in a
+different order."""
 
 
 def are_rounding(differences: Deviations) -> bool:
-    """Return whether rounding may explain all differences between two runs of one recipe.
+    """Return whether rounding could explain all differences between two runs of one recipe.
 
-    With tolerances wider than those for half precision, any two runs would count as equal.
+    With tolerances wider than the ones for half precision, any two runs would count as equal.
     """
     if differences.skipped is not None:
         return False
     deviations = differences.loss, differences.norm
     for deviation, limit in zip(deviations, TOLERANCES["half"], strict=True):
-        # Written like this, the condition is also true for an infinity.
+        # Written this way, the condition also holds for infinity.
         if deviation is not None and not deviation.relative <= limit:
             return False
     return True
 
 
 def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> Promise:
-    """Return how close a candidate's numbers must be to a reference's numbers.
+    """Return how closely a candidate's numbers must match the reference's.
 
     Args:
-        reference: The preflight result for the reference.
-        candidate: The preflight result for the candidate.
+        reference: The reference's preflight result.
+        candidate: The candidate's preflight result.
         same_flags: Whether both runs have the same Megatron flags.
     """
     kind = _difference(reference, candidate, same_flags=same_flags)
@@ -134,7 +134,7 @@ def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> 
 def _difference(
     reference: Preflight, candidate: Preflight, *, same_flags: bool
 ) -> str | None:
-    """Return the key in `REASONS` for why the numbers in two runs may differ, or None."""
+    """Return the key in `REASONS` that says why two runs' numbers may differ, or None."""
     settings = candidate.checked_args
     config = candidate.config
     reference_config = reference.config
@@ -144,8 +144,8 @@ def _difference(
     has_same_stages = stages == _placement(reference) and (
         _layers(candidate) == _layers(reference)
     )
-    # The reasons with the widest effect come first: other masks change every number, and the last
-    # reason changes only the norm.
+    # The reasons with the widest effect come first: different masks change every
+    # number, but the last reason changes only the norm.
     rates = (
         getattr(settings, name, None)
         for name in ("hidden_dropout", "attention_dropout")
@@ -153,7 +153,7 @@ def _difference(
     draws_by_microbatch = (
         config.draws_by_microbatch and reference_config.draws_by_microbatch
     )
-    # The masks are equal if both runs draw them separately for each micro-batch, on the same
+    # The masks are identical if both runs draw them per micro-batch, on the same
     # stages.
     if any(rates) and not (draws_by_microbatch and has_same_stages):
         return "dropout"
@@ -174,31 +174,32 @@ def _difference(
         return "merged"
     if config.twins != reference_config.twins:
         return "twins"
-    # Megatron sums the squares of gradients over ranks, even if the norm is not used for clipping.
+    # Megatron sums squared gradients over ranks even if the norm
+    # is not used for clipping.
     if not has_same_stages:
         if getattr(settings, "clip_grad", None) != 0:
             return "clip"
-        # The order of a sum of two does not matter.
+        # The order does not matter when there are only two summands.
         return "replicas" if _num_summed_ranks(settings) > 2 else "norm"
     return None
 
 
 def _num_summed_ranks(settings: Namespace) -> int:
-    """Return over how many ranks a gradient is summed: data- and context-parallel ones."""
+    """Return how many data- and context-parallel ranks a gradient is summed over."""
     tensor = getattr(settings, "tensor_model_parallel_size", None) or 1
     pipeline = settings.pipeline_model_parallel_size or 1
     return (getattr(settings, "world_size", None) or 0) // (tensor * pipeline)
 
 
 def _layers(answer: Preflight) -> tuple[str, ...] | None:
-    """Return the layers of each stage as text; None if all stages have equally many."""
+    """Return each stage's layers as text, or None if all stages have the same number of layers."""
     layout = answer.arguments.get("pipeline_model_parallel_layout") or getattr(
         answer.checked_args, "pipeline_model_parallel_layout", None
     )
     if not layout:
         return None
     stages = str(layout).split("|")
-    # The embedding and the loss, where they are without a layout.
+    # Drop the embedding and the loss from the stages they are on by default.
     stages[0] = stages[0].removeprefix("E")
     stages[-1] = stages[-1].removesuffix("L")
     return None if len(set(stages)) == 1 else tuple(stages)
@@ -208,7 +209,7 @@ def _placement(answer: Preflight) -> tuple[tuple[int, ...], ...]:
     """Return the stages on each rank."""
     if answer.pipeline is not None:
         return answer.pipeline.placement.stages_of
-    # Megatron's own schedules use this placement. With disaggregation, the forward ranks and the
-    # backward ranks each hold the weights in this way.
+    # Megatron's own schedules use this placement. With disaggregation, the forward
+    # ranks and the backward ranks each hold the weights this way.
     ranks = answer.checked_args.pipeline_model_parallel_size
     return loop(ranks, UserCut.of(vars(answer.checked_args)).chunks).stages_of

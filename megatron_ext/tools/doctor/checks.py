@@ -1,6 +1,7 @@
 """The checks that `doctor` runs: installed packages, this machine, other hosts.
 
-Each check is a generator of diagnoses. The checks import torch and Megatron, which takes seconds.
+Each check is a generator of diagnoses. The checks import torch and Megatron, which takes a few
+seconds.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def check_versions() -> Iterator[Diagnosis]:
     yield Diagnosis("OK", "megatron_ext", f"{__version__}, files {code_hash()}")
     yield Diagnosis("OK", "Python", ".".join(map(str, sys.version_info[:3])))
     torch = installed("torch")
-    # `release` has no suffixes, so that a vendor's build, such as 2.7.0a0+git, counts as that
+    # `release` has no suffixes, so a vendor build such as 2.7.0a0+git counts as that
     # release.
     if torch is not None and Version(torch).release >= (2, 7):
         yield Diagnosis("OK", "torch", torch)
@@ -65,8 +66,8 @@ def check_versions() -> Iterator[Diagnosis]:
     release = releases.installed_release()
     assert release is not None
     oldest = releases.oldest_python(release)
-    # On Python 3.11, these releases lack only `typing.override`, which the environment for the
-    # examples provides.
+    # On Python 3.11, these releases lack only `typing.override`, which the examples'
+    # environment provides.
     stands_in = sys.version_info[:2] == (3, 11) and hasattr(typing, "override")
     if sys.version_info[:2] < oldest and not stands_in:
         needed = ".".join(map(str, oldest))
@@ -76,7 +77,7 @@ def check_versions() -> Iterator[Diagnosis]:
         )
     elif releases.is_newer_than_known(release):
         mismatch = f"{core} is newer than the supported releases ({supported})"
-        remedy = "`megatron-ext patches check` shows whether the patches fit"
+        remedy = "run `megatron-ext patches check` to see whether the patches fit"
         yield Diagnosis("WARN", name, mismatch, remedy)
     else:
         tested = releases.reference().version
@@ -86,12 +87,13 @@ def check_versions() -> Iterator[Diagnosis]:
 def check_requirements() -> Iterator[Diagnosis]:
     """Compare installed packages with what this package and megatron-core require.
 
-    Packages that fit yield no diagnosis. torch and megatron-core are left to `check_versions`.
+    Packages that meet the requirements yield no diagnosis. `check_versions` covers torch and
+    megatron-core.
     """
     from packaging.requirements import Requirement
 
-    # Otherwise, an unsuitable package, such as transformers 5, shows up only as a traceback in a
-    # job.
+    # Otherwise, an incompatible package, such as transformers 5, only shows up as a
+    # traceback in a job.
     for package in ("megatron-ext", "megatron-core"):
         try:
             lines = metadata.requires(package) or []
@@ -99,8 +101,8 @@ def check_requirements() -> Iterator[Diagnosis]:
             # A checkout on PYTHONPATH has no metadata.
             continue
         extras = metadata.metadata(package).get_all("Provides-Extra") or []
-        # Optional packages (our extras) may be missing, but must fit if they are installed.
-        # Development packages need not fit.
+        # Optional packages (our extras) may be missing but must be compatible if
+        # installed. Development packages need not be.
         extras = [
             name for name in extras if package == "megatron-ext" and name != "dev"
         ]
@@ -130,7 +132,7 @@ def _check_requirement(
         yield Diagnosis(
             "FAIL", requirement.name, f"not installed, but {package} needs it", remedy
         )
-    # A vendor's build, such as 2.7.0a0+git, counts as the release it is based on.
+    # A vendor build such as 2.7.0a0+git counts as the release it is based on.
     elif version and not requirement.specifier.contains(Version(version).base_version):
         mismatch = f"{version}, but {package} requires {requirement.specifier}"
         yield Diagnosis("WARN", requirement.name, mismatch, remedy)
@@ -164,13 +166,13 @@ def check_tree() -> Iterator[Diagnosis]:
     if tree is None:
         state = f"none, but megatron-core {releases.core_version()} needs one to train"
         if releases.has_training():
-            state = "none, so megatron.training of the wheel is used"
+            state = "none, so the wheel's megatron.training is used"
         remedy = "to get upstream's own scripts, run `megatron-ext upstream fetch`"
         yield Diagnosis("WARN", name, state, remedy)
         return
     version, _, problems = upstream.tree_status(tree)
     if problems:
-        remedy = f"check out {releases.reference().tag}, or fetch it: `megatron-ext upstream fetch`"
+        remedy = f"check out {releases.reference().tag}, or run `megatron-ext upstream fetch`"
         yield Diagnosis("WARN", name, f"{tree}: {', '.join(problems[:3])}", remedy)
     else:
         yield Diagnosis("OK", name, f"{tree}, version {version}")
@@ -189,7 +191,7 @@ def check_device() -> Iterator[Diagnosis]:
     # Count devices through their drivers, because the problem may be that torch was built without
     # support for them.
     count = count_devices()
-    backend = f"{device.name}, collectives by {device.distributed_backend}"
+    backend = f"{device.name}, collectives via {device.distributed_backend}"
     if device.name != "cpu":
         yield Diagnosis("OK", "device", f"{backend}, {count} devices")
         for name, (module, remedy) in device.kernels.items():
@@ -204,11 +206,13 @@ def check_device() -> Iterator[Diagnosis]:
         if count:
             state += f" ({count} in /dev)"
         remedy = "on a machine without a GPU, ignore this or set MEGATRON_EXT_DEVICE=cpu; on a "
-        remedy += "machine with a GPU, install NVIDIA's driver, until nvidia-smi shows the GPU"
+        remedy += "machine with a GPU, install NVIDIA's driver, so that nvidia-smi shows the GPU"
         yield Diagnosis("WARN", "device", state, remedy)
     elif count:
         state = f"cpu, although the drivers show {count} devices"
-        yield Diagnosis("WARN", "device", state, "install a build of torch for them")
+        yield Diagnosis(
+            "WARN", "device", state, "install a torch build that supports them"
+        )
     else:
         yield Diagnosis("OK", "device", f"{backend}, no accelerator was found")
 
@@ -237,7 +241,7 @@ def check_native() -> Iterator[Diagnosis]:
 
 
 def check_patches() -> Iterator[Diagnosis]:
-    """Check that the target of each patch is the code for which the patch was written."""
+    """Check that every patch's target is the code that the patch was written for."""
     from megatron_ext.patches import listing
     from megatron_ext.patches.registry import REGISTRY
 
@@ -277,7 +281,7 @@ def check_shared_memory(path: Path = Path(SHARED_MEMORY)) -> Iterator[Diagnosis]
         )
         return
     # Our transports' arenas are anonymous files in memory, not in /dev/shm.
-    sizes = f"{usage.total / _GIB:.1f} GiB in all, {usage.free / _GIB:.1f} GiB free"
+    sizes = f"{usage.total / _GIB:.1f} GiB total, {usage.free / _GIB:.1f} GiB free"
     if usage.free < MIN_SHARED_BYTES:
         remedy = "start the container with more (docker run --shm-size=16g), or remove old files"
         yield Diagnosis("WARN", name, sizes, remedy)
@@ -286,7 +290,7 @@ def check_shared_memory(path: Path = Path(SHARED_MEMORY)) -> Iterator[Diagnosis]
 
 
 def check_memlock() -> Iterator[Diagnosis]:
-    """Check how much memory a process may lock, which RDMA requires."""
+    """Check how much memory a process may lock; RDMA requires locked memory."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft_limit == resource.RLIM_INFINITY:
         yield Diagnosis("OK", "locked memory", "unlimited")
@@ -311,20 +315,18 @@ def check_open_files() -> Iterator[Diagnosis]:
         yield Diagnosis("OK", "open files", "unlimited")
         return
     if soft_limit >= _MIN_OPEN_FILES:
-        yield Diagnosis("OK", "open files", f"{soft_limit} for each process")
+        yield Diagnosis("OK", "open files", f"{soft_limit} per process")
         return
     remedy = f"run `ulimit -n {_MIN_OPEN_FILES}` before the job"
     if hard_limit != resource.RLIM_INFINITY and hard_limit < _MIN_OPEN_FILES:
         remedy = f"raise it: `nofile {_MIN_OPEN_FILES}` in /etc/security/limits.conf, or docker "
         remedy += f"run --ulimit nofile={_MIN_OPEN_FILES}"
-    problem = (
-        f"{soft_limit} for each process, but the connections of a rank may need more"
-    )
+    problem = f"{soft_limit} per process, but a rank's connections may need more"
     yield Diagnosis("WARN", "open files", problem, remedy)
 
 
 def check_rdma() -> Iterator[Diagnosis]:
-    """Try every step in opening an RDMA link, up to a queue pair."""
+    """Try every step of opening an RDMA link, up to a queue pair."""
     # Listing devices is not enough: only a queue pair reveals bad limits, permissions or GIDs.
     from megatron_ext.transport.native import probe_rdma
 
@@ -336,7 +338,7 @@ def check_rdma() -> Iterator[Diagnosis]:
     if usable:
         yield Diagnosis("OK", "RDMA", finding)
     else:
-        remedy = remedy or "--pipeline-transport tcp works without RDMA"
+        remedy = remedy or "use --pipeline-transport tcp, which works without RDMA"
         yield Diagnosis("WARN", "RDMA", finding, remedy)
 
 
@@ -348,7 +350,7 @@ MACHINE = (
 
 
 def check_hosts(plan: JobPlan, timeout_s: float) -> Iterator[Diagnosis]:
-    """Run the preflight checks from `launch` on every host, without starting a job."""
+    """Run `launch`'s preflight checks on every host without starting a job."""
     # Use the agents and requests from `launch`, so that both commands agree about a host.
     with Agents(plan) as agents:
         answers = agents.look(timeout_s)

@@ -1,4 +1,4 @@
-"""The subcommand `doctor`: its flags, and the checks it runs."""
+"""The subcommand `doctor`: its flags and the checks it runs."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -22,18 +22,18 @@ def add_subcommand(subparsers: Any) -> None:
     """Register `doctor`."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check this machine, or all hosts of a hostfile",
+        help="check this machine or all hosts in a hostfile",
         usage="megatron-ext doctor [options] [-- pretrain_gpt.py FLAGS...]",
-        description="Check versions, patches, device, memory and RDMA of this machine. With "
-        "--hostfile, also check every host. With the flags of a training run after --, report "
-        "those that are rejected, are known to hang, do not fit into memory or leave devices idle, "
-        "and suggest better ones. Exit code 1 if any check is a FAIL.",
+        description="Check this machine's versions, patches, device, memory and RDMA. With "
+        "--hostfile, also check every host. With a training run's flags after --, report those "
+        "that are rejected, are known to hang, do not fit in memory or leave devices idle, and "
+        "suggest better ones. The exit code is 1 if any check is a FAIL.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--devices",
         metavar="NxKIND",
-        help=f"check only the flags, for N devices of a kind: {', '.join(DEVICES)}, or a file as "
+        help=f"only check the flags, for N devices of a kind: {', '.join(DEVICES)}, or a file as "
         "for `plan` (default: one replica on devices like this machine's)",
     )
     add_hosts(parser)
@@ -51,16 +51,16 @@ def _run(args: argparse.Namespace) -> int:
         for name in ("hostfile", "include", "exclude"):
             if getattr(args, name) is not None:
                 raise LaunchError(
-                    f"--{name} checks real machines, but --devices needs none; leave one out"
+                    f"--{name} checks real machines, but --devices needs none; remove one"
                 )
         if not args.command_words:
             raise ArgumentsError(
-                "--devices checks the flags of a training run; add them: -- pretrain_gpt.py FLAGS"
+                "--devices checks a training run's flags; add them: -- pretrain_gpt.py FLAGS"
             )
         findings = check_training(args.command_words, *parse_devices(args.devices))
     elif args.hostfile is None and not (args.include is None and args.exclude is None):
         flag = "--exclude" if args.include is None else "--include"
-        raise LaunchError(f"{flag} selects hosts of a hostfile; add --hostfile FILE")
+        raise LaunchError(f"{flag} selects hosts from a hostfile; add --hostfile FILE")
     else:
         findings = _of_machines(args)
     diagnoses = []
@@ -85,8 +85,8 @@ def _of_machines(args: argparse.Namespace) -> Iterator[Diagnosis]:
 
         # Without slots, each host counts its devices.
         hosts = tuple(replace(host, slots=None) for host in hosts_of(args)[0])
-        # Every host has `true` and /, so the agents' checks of the command and the directory
-        # succeed.
+        # Every host has `true` and /, so the agents' checks of the command and the
+        # directory pass.
         plan = JobPlan(
             runs.new_run_id(),
             hosts,

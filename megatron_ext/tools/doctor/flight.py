@@ -1,7 +1,7 @@
 """Checks a training run's flags without starting it, for this machine or for other devices.
 
-It reports flags that `preflight` rejects, known hangs, whether each rank has enough memory, and how
-long devices wait. It also suggests better flags, by repeating the planner's forecast with one
+The report covers flags that `preflight` rejects, known hangs, whether each rank has enough memory,
+and how long devices wait. Better flags are found by repeating the planner's forecast with one
 setting changed. The check needs neither torch nor Megatron.
 """
 
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 _MOSTLY_IDLE = 0.5
-"""Minimum share of waiting time in the pipeline for a warning."""
-# The average error of a forecast is about 5 %, so a smaller gain may not be real.
+"""Warn if devices wait for at least this share of the pipeline's time."""
+# Forecasts are off by about 5 % on average, so a smaller gain may not be real.
 _WORTH = 1.1
-"""Minimum speed-up for suggesting other flags although nothing is wrong."""
+"""Minimum speed-up for suggesting different flags when nothing is wrong."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Diagnosis:
     """One line in the report."""
 
     level: Literal["OK", "WARN", "FAIL"]
-    """FAIL: the training cannot work. WARN: it works, but with a disadvantage."""
+    """FAIL: training cannot work. WARN: training works, but with a drawback."""
     check: str
     """The subject of the check, in two or three words."""
     finding: str
@@ -81,24 +81,24 @@ _OURS = "--pipeline-schedule"
 KNOWN_HANGS = read_rules(f"""
     --variable-seq-lengths: variable_seq_lengths & pipeline_model_parallel_size=2 & num_chunks>1 &
     !shapes_travel
-        two ranks exchange shapes in both directions at once and swap them, which hangs or fails
-        (Megatron-LM#1450, docs/hangs.md); add {_OURS} interleaved, whose messages have names
+        two ranks exchange shapes in both directions at once and mix them up, which hangs or fails
+        (Megatron-LM#1450, docs/hangs.md); add {_OURS} interleaved, which names its messages
     --variable-seq-lengths: variable_seq_lengths & pipeline_model_parallel_size>3 & !shapes_travel
-        with four or more stages, ranks exchange shapes in an order that hangs if the calls of a
+        with four or more stages, ranks exchange shapes in an order that hangs if the calls in a
         batch are started one by one (Megatron-LM#5100, docs/hangs.md); add {_OURS} 1f1b, whose
         messages carry their shape
     --pipeline-model-parallel-layout: ends_without_layers
-        the last stage has only the loss, which was reported to hang (Megatron-LM#1852); give the
-        last stage a layer: ...|tL
+        the last stage contains only the loss, which was reported to hang (Megatron-LM#1852); give
+        the last stage a layer: ...|tL
     CUDA graphs: pipeline_model_parallel_size>1 & enable_cuda_graph | cuda_graph_impl!=none
-        with pipeline parallelism were reported to hang (Megatron-LM#3802); leave --cuda-graph-impl
-        and --enable-cuda-graph out
+        were reported to hang with pipeline parallelism (Megatron-LM#3802); remove --cuda-graph-impl
+        and --enable-cuda-graph
     --overlap-grad-reduce: overlap_grad_reduce & expert_model_parallel_size>1 & world_size>63
-        with experts on several ranks of 64 or more devices, all-to-all and reduction can wait for
-        each other (Megatron-LM#5749); leave --overlap-grad-reduce out if it hangs, and add
+        with expert parallelism on 64 or more devices, all-to-all and reduction can wait for each
+        other (Megatron-LM#5749); remove --overlap-grad-reduce if it hangs, and add
         --hang-timeout 300, which names the collectives
 """)
-"""Known hangs. The last one occurs with any schedule, the others occur only with Megatron's own."""
+"""Known hangs. The last one occurs with any schedule, the others only with Megatron's own."""
 
 _REPLACED = (
     "--enable-bitpipe-schedule --bitpipe-order --bitpipe-routing --pipeline-schedule "
@@ -135,8 +135,8 @@ def check_training(
         return
     args = answer.checked_args
     name = "--forward-backward-disaggregating"
-    # Messages in our schedules have names, so ranks cannot mix them up or wait for the wrong one.
-    # Of the known hangs, only the last one remains possible.
+    # Our schedules name their messages, so ranks cannot mix them up or wait for the
+    # wrong one. Of the known hangs, only the last one remains possible.
     hangs = KNOWN_HANGS[-1:]
     if answer.pipeline is not None:
         name = answer.pipeline.name
@@ -157,7 +157,7 @@ def check_training(
     yield from _arenas(answer, is_here=count is None)
     if device is None:
         line = (
-            "memory and time are not forecast: give devices, such as --devices 64xh100"
+            "memory and time are not forecast: set devices, such as --devices 64xh100"
         )
         yield Diagnosis("OK", "layout", line)
     else:
@@ -165,10 +165,10 @@ def check_training(
 
 
 def _set_facts_of_cut(answer: Preflight) -> None:
-    """Set, for Megatron's schedules, the arguments that `KNOWN_HANGS` reads but that no flag sets.
+    """For Megatron's schedules, set the arguments that `KNOWN_HANGS` reads but no flag sets.
 
     Raises:
-        ArgumentsError: The flags for the cut contradict each other, or do not divide the model
+        ArgumentsError: The flags for the cut contradict each other or do not divide the model
             evenly.
         ScheduleError: The layout is not in Megatron's notation.
     """
@@ -177,12 +177,13 @@ def _set_facts_of_cut(answer: Preflight) -> None:
     args.num_chunks = UserCut.of(vars(args)).chunks
     layout = parse_layout(args.pipeline_model_parallel_layout or "tL")
     args.ends_without_layers = layout[-1] == "L"
-    # Messages of this package's transports carry their shapes, so Megatron does not exchange any.
+    # This package's transports send shapes with the messages, so Megatron does not
+    # exchange any.
     args.shapes_travel = answer.transport_only is not None
 
 
 def _flags_in(words: Sequence[str]) -> list[str]:
-    """Return the flags in a command line, without the separator `--` and the optional script."""
+    """Return the flags on a command line, without the separator `--` and the optional script."""
     flags = [word for word in words if word != "--"]
     if flags and flags[0].endswith(".py"):
         del flags[0]
@@ -193,7 +194,7 @@ def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
     """Compare the shared memory that a native transport needs with the free memory here."""
     pipeline = answer.pipeline or answer.transport_only
     settings = vars(answer.checked_args)
-    # A message holds the activation for one micro-batch.
+    # A message holds one micro-batch's activation.
     num_values = 1
     for size in ("seq_length", "micro_batch_size", "hidden_size"):
         num_values *= settings.get(size) or 0
@@ -204,7 +205,7 @@ def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
     rank_bytes = arena_bytes(pipeline, num_values * bytes_per_value)
     pipeline_bytes = rank_bytes * pipeline.pp
     finding = (
-        f"at most {rank_bytes / _MIB:.0f} MiB for each rank, {pipeline_bytes / _MIB:.0f} MiB for a "
+        f"at most {rank_bytes / _MIB:.0f} MiB per rank, {pipeline_bytes / _MIB:.0f} MiB for a "
         "pipeline on one machine"
     )
     if not is_here:
@@ -215,9 +216,7 @@ def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
 
     available = psutil.virtual_memory().available
     finding += f", {available / _MIB:.0f} MiB available here"
-    remedy = (
-        "lower --micro-batch-size, or use --pipeline-transport torch, which needs none"
-    )
+    remedy = "lower --micro-batch-size, or use --pipeline-transport torch, which needs no buffers"
     if pipeline_bytes > available:
         yield Diagnosis("FAIL", "message buffers", finding, remedy)
     # On the CPU, the model and its activations use the same memory.
@@ -258,7 +257,7 @@ def _unforeseen(answer: Preflight) -> str | None:
     if not getattr(args, "padded_vocab_size", None) and not getattr(
         args, "vocab_size", None
     ):
-        return "the tokenizer sets the size of the vocabulary; add --padded-vocab-size with it"
+        return "the tokenizer sets the vocabulary size; add --padded-vocab-size with that size"
     if config is None:
         return None
     if config.slices > 1:
@@ -285,14 +284,14 @@ def _forecast(
         )
         yield Diagnosis("OK", "layout", finding, remedy)
         return
-    # Forecast the user's layout, and search for a better layout.
+    # Forecast the user's layout and search for a better one.
     try:
         job, plan = planned(answer, flags, device)
     except (ArgumentsError, ScheduleError) as error:
         yield Diagnosis.of("FAIL", "layout", reworded(str(error), in_flags))
         return
     if plan is None:
-        reason = "the planner has no forecast for this schedule or cut"
+        reason = "the planner cannot forecast this schedule or cut"
         yield Diagnosis("OK", "layout", f"memory and time are not checked: {reason}")
         return
     pipeline = answer.pipeline
@@ -346,7 +345,7 @@ def _memory(
     remedy = remedy or "use more devices"
     if needed_gib > device.memory_gib:
         return Diagnosis("FAIL", "memory", finding, remedy)
-    finding += f", of which workspaces and fragmentation need {device.reserve_gib:g}"
+    finding += f", and workspaces and fragmentation need another {device.reserve_gib:g}"
     return Diagnosis("WARN", "memory", finding, remedy)
 
 
@@ -355,7 +354,7 @@ def _memory_by_length(
 ) -> Diagnosis:
     """Return a diagnosis of whether there is enough memory to slice the longest micro-batches.
 
-    `plan` is the forecast for whole micro-batches, all with the maximum sequence length.
+    `plan` is the forecast for whole micro-batches, all of the maximum sequence length.
     """
     # This line is reached only if the feature is configured, so the command works without its
     # folder.
@@ -376,7 +375,7 @@ def _memory_by_length(
     count = slices_needed(longest, slice_tokens)
     bounds = equal_cost_bounds([longest], count, cost)
     sizes = tuple((end - begin) / longest for begin, end in pairwise(bounds))
-    # This many micro-batches fill the pipeline, and more of them would not increase the peak.
+    # This many micro-batches fill the pipeline; more would not increase the peak.
     num_simulated = min(microbatches, 2 * pipeline.pp)
     # `Costs` requires a share below 1.
     attention = min(cost.attention_share(longest), MAX_ATTENTION)
@@ -425,10 +424,10 @@ def _keys_and_values_gib(plan: Layout) -> float:
 def _idle_devices(
     plan: Layout, better: Layout | None, device: DeviceKind, remedy: str
 ) -> Diagnosis:
-    """Return a diagnosis of how long devices wait, and better flags if these gain much."""
+    """Return a diagnosis of how long devices wait, with better flags if they gain enough."""
     finding = (
-        f"devices wait for {100 * plan.idle:.0f} % of the pipeline's time, {plan.step_s:.3g} s "
-        "per step by forecast"
+        f"devices wait for {100 * plan.idle:.0f} % of the pipeline's time, at a forecast "
+        f"{plan.step_s:.3g} s per step"
     )
     if plan.idle >= _MOSTLY_IDLE:
         return Diagnosis(
@@ -485,7 +484,8 @@ def planned(
     has_roles = answer.config is None or answer.config.disaggregation is not None
     if name.startswith(CSV_PREFIX) or has_roles:
         return job, None
-    # Forecast without a memory limit, so that a layout that does not fit gets a forecast too.
+    # Forecast without a memory limit, so that layouts that do not fit get a forecast
+    # too.
     boundless = with_graphs(replace(job, device=replace(device, memory_gib=1e9)), sizes)
     if pp == 1:
         plan = forecast(boundless, sizes, "none", 1)
@@ -553,26 +553,26 @@ def _layers_by_stage(
     layers_by_stage = UserCut.of(hosted).layers_by_stage(placement)
     if layers_by_stage is None:
         raise ScheduleError(
-            f"{num_layers} layers do not divide into {placement.num_stages} stages of {name}, "
-            f"which Megatron rejects; add {_OURS} {name}, which supports uneven stages"
+            f"{num_layers} layers do not divide evenly into {placement.num_stages} stages of "
+            f"{name}, which Megatron rejects; add {_OURS} {name}, which supports uneven stages"
         )
     if sum(layers_by_stage) != num_layers:
         raise ScheduleError(
-            f"the cut has {sum(layers_by_stage)} layers, but the model has {num_layers}; use as "
-            "many t in --pipeline-model-parallel-layout as --num-layers"
+            f"the cut has {sum(layers_by_stage)} layers, but the model has {num_layers}; use "
+            "one t per layer in --pipeline-model-parallel-layout"
         )
     return layers_by_stage
 
 
 _CHANGES = {
-    "recompute": "another recomputation",
-    "schedule": "another schedule",
-    "micro_batch": "another micro-batch",
-    "pp": "another pipeline",
-    "tp": "another tensor parallelism",
-    "cp": "another context parallelism",
-    "ep": "another expert parallelism",
-    "layout": "another cut of the layers",
+    "recompute": "different recomputation",
+    "schedule": "a different schedule",
+    "micro_batch": "a different micro-batch size",
+    "pp": "a different pipeline size",
+    "tp": "a different tensor-parallel size",
+    "cp": "a different context-parallel size",
+    "ep": "a different expert-parallel size",
+    "layout": "a different cut of the layers",
 }
 
 
@@ -592,7 +592,7 @@ def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
     devices mostly wait and the layout gains little, several settings may differ.
 
     Returns:
-        A description of the difference, and the layout; None if no layout is better.
+        A description of the difference and the layout; None if no layout is better.
     """
     sizes = user_layout.sizes
     fixed: dict[str, Any] = {"recompute": sizes.mode}
@@ -617,10 +617,10 @@ def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
     if not job.shards_optimizer:
         changes += _better(sharded, fixed, user_layout, "a sharded optimizer")
     fastest_s = min((change.layout.step_s for change in changes), default=math.inf)
-    # If one change is not enough, let all settings differ.
+    # If one change is not enough, let all settings vary.
     gain = user_layout.step_s / fastest_s
     if not changes or (user_layout.idle >= _MOSTLY_IDLE and gain < _WORTH):
-        changes += _better(sharded, {}, user_layout, "another layout")
+        changes += _better(sharded, {}, user_layout, "a different layout")
     if not changes:
         return "", None
     best = min(changes, key=lambda change: change.layout.step_s)
@@ -638,8 +638,8 @@ def _better(
         # No sizes divide evenly with these settings.
         return []
     if not answer.is_complete:
-        # On Ctrl-C, a search stops early and returns what it has. The user meant to stop all of the
-        # searches.
+        # On Ctrl-C, a search stops early and returns what it has. The user meant to
+        # stop all searches.
         raise KeyboardInterrupt
     if not answer.plans:
         return []

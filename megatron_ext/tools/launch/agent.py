@@ -1,14 +1,14 @@
-"""The program that runs a host's part of a job, and stops it when the launcher exits.
+"""The program that runs a host's part of a job and stops it when the launcher exits.
 
     python -m megatron_ext.tools.launch.agent
 
-It reads a request as one line of JSON from standard input. For `run`, it answers whether the host
-is fit, waits for the start message, runs torchrun in a separate session and forwards its output.
-Standard input stays open while the job runs, so when it closes, the launcher has exited. The agent
-stops the job when that happens, on a signal, on a stop message, or if the launcher falls silent. To
-stop it, the agent sends SIGTERM, and kills all remaining processes after the grace period. `stop`,
-`status` and `logs` concern a job that another agent is running or has run on this host. They find
-the job through a file that the other agent wrote.
+The agent reads one request, a line of JSON, from standard input. For `run`, it reports whether the
+host is fit, waits for the start message, runs torchrun in a separate session and forwards its
+output. Standard input stays open while the job runs, so if it closes, the launcher has exited. In
+that case, or on a signal, on a stop message, or if the launcher goes silent, the agent stops the
+job: it sends SIGTERM, then kills all remaining processes after the grace period. `stop`, `status`
+and `logs` act on a job that a different agent is running or has run on this host. They find the job
+through a file that the other agent wrote.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Send = Callable[[Json], None]
 
 
 class _Job:
-    """A job that runs here, with its process and, if the job is being stopped, the reason."""
+    """A job that runs on this host: its process and, if the job is being stopped, the reason."""
 
     def __init__(
         self, argv: list[str], environment: dict[str, str], request: Json
@@ -61,9 +61,9 @@ class _Job:
         self.stopped: str | None = None
         self._grace_s, self._silence_s = request["grace_s"], request["silence_s"]
         agent_pid = os.getpid()
-        # torchrun makes each rank the leader of a process group, so if torchrun is killed, its
-        # ranks cannot be reached through any process group of the agent. Orphaned ranks therefore
-        # become children of this process.
+        # torchrun makes each rank a process group leader, so if torchrun is killed, its
+        # ranks are not in any process group that the agent knows. Orphaned ranks
+        # therefore become children of this process.
         parent.adopt_orphans()
         self.child = subprocess.Popen(
             argv,
@@ -73,13 +73,13 @@ class _Job:
             stderr=subprocess.STDOUT,
             env={**environment, parent.AGENT_PID: str(agent_pid)},
             start_new_session=True,
-            # If the agent is killed, it cannot stop the job, so the kernel kills the child. Each
-            # rank makes the same request for itself.
+            # A killed agent cannot stop the job, so have the kernel kill the child.
+            # Each rank makes the same request for itself.
             preexec_fn=lambda: parent.die_with_parent(agent_pid),  # noqa: PLW1509 - takes none of our locks
         )
         # Signal -> the reason to report. `megatron-ext stop` sends SIGUSR1, and the timer in
         # `_follow_launcher` sends SIGALRM.
-        whys = {number: f"the agent got {number.name}" for number in _STOPPING}
+        whys = {number: f"the agent received {number.name}" for number in _STOPPING}
         whys[signal.SIGUSR1] = runs.STOPPED
         whys[signal.SIGALRM] = f"the launcher was silent for {self._silence_s:g} s"
         for number, why in whys.items():
@@ -88,7 +88,7 @@ class _Job:
         threading.Thread(target=self._follow_launcher, daemon=True).start()
 
     def stop(self, why: str, grace_s: float) -> None:
-        """Send SIGTERM, and kill the remaining processes after the grace period."""
+        """Send SIGTERM, then kill the remaining processes after the grace period."""
         # Send SIGTERM only once: a second one would restart torchrun's grace period and run the
         # ranks' handlers again. If the grace period is 0, as after a second Ctrl-C, kill without
         # sending SIGTERM.
@@ -101,14 +101,14 @@ class _Job:
         killer.start()
 
     def end(self) -> None:
-        """Kill the job's remaining processes, several times because they may fork in between."""
+        """Kill the job's remaining processes repeatedly, because they may fork in the meantime."""
         for _ in range(5):
             # These include orphans, because the agent adopts them.
             runs.end(psutil.Process().children(recursive=True), timeout_s=2.0)
 
     def _reap(self, *_: object) -> None:
-        """Reap adopted orphans that have exited, which would be zombies until the job finishes."""
-        # WNOWAIT leaves the process unreaped, because only its `Popen` may reap `child`.
+        """Reap adopted orphans that exited; otherwise, they stay zombies until the job ends."""
+        # WNOWAIT does not reap the process, because only its `Popen` may reap `child`.
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with suppress(ChildProcessError):
             while (
@@ -117,9 +117,9 @@ class _Job:
                 os.waitpid(ended.si_pid, 0)
 
     def _follow_launcher(self) -> None:
-        """Stop the job when the launcher requests it, exits or falls silent."""
-        # Reading standard input has no time-out, so the kernel's timer limits the wait. Each
-        # message resets it. When it expires, SIGALRM stops the job.
+        """Stop the job when the launcher requests it, exits or goes silent."""
+        # Reads from standard input have no time-out, so use a kernel timer, which every
+        # message resets. When it expires, SIGALRM stops the job.
         signal.setitimer(signal.ITIMER_REAL, self._silence_s)
         for message in map(runs.decode, sys.stdin.buffer):
             signal.setitimer(signal.ITIMER_REAL, self._silence_s)
@@ -132,7 +132,7 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     os.environ.pop("MEGATRON_EXT_DISABLE", None)  # meant for the agent only
     # The checks must see the job's variables, for example to count devices.
     os.environ.update(request["env"])
-    # Some modules that the script needs may be found only on the job's path.
+    # Some of the script's modules may only be found on the job's path.
     sys.path += [
         path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path
     ]
@@ -151,8 +151,8 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         runs.RUN_ID: request["run_id"],
         runs.NODE: str(request["node"]),
     }
-    # By default, gloo uses the interface to which this host's name resolves. The other hosts may be
-    # unable to reach that interface.
+    # By default, gloo uses the interface that this host's name resolves to, which the
+    # other hosts may be unable to reach.
     if hello.get("interface"):
         environment.setdefault("GLOO_SOCKET_IFNAME", hello["interface"])
     log_name, child_name = "torchrun.log", "torchrun"
@@ -180,7 +180,8 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         # `stop` finds this agent through the file, so write it before the job starts.
         folder.write_json("agent.json", runs.record())
         log = folder.create(log_name)
-        # The folder for DataLoader workers' sockets is removed with the job (`upstream/parent.py`).
+        # The folder for DataLoader workers' sockets is removed when the job ends
+        # (`upstream/parent.py`).
         sockets = TemporaryDirectory(prefix="pymp-", ignore_cleanup_errors=True)
         environment[parent.SOCKETS] = sockets.name
         job = _Job(start["argv"], environment, request)
@@ -203,13 +204,14 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     # A process that cannot be killed keeps the pipe open, so limit the wait.
     forwarder.join(_CLOSE_S)
     if child_name == runs.KEEPER and code < 0:
-        # The keeper has not reported which errors the job survived, so ignore the recorded errors.
+        # The keeper did not report which errors the job survived, so ignore the
+        # recorded errors.
         ended["tail"] = last_lines(folder.anchor / log_name, _TAIL_LINES)
     elif code != 0:
         is_stopped = job.stopped is not None
         logs = _Logs(folder, directory, log_name, start.get("first_rank", 0))
         ended.update(_failure(logs, is_stopped=is_stopped))
-    # If the disk is full, the launcher still gets the report.
+    # Even if the disk is full, the launcher gets the report.
     with suppress(OSError):
         folder.write_json("agent.json", {**runs.record(), **ended})
     # Send in a thread with a time limit, because a launcher that no longer reads would block this
@@ -250,7 +252,7 @@ class _Logs:
 
     folder: RunFolder
     directory: Path
-    """The path of the folder, as shown to users."""
+    """Path to the folder, as shown to users."""
     without_rank: str
     """The file with the lines that no rank printed."""
     first_rank: int
@@ -276,13 +278,14 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
         causes.append(Cause(stopped["rank"], "stopped", reason, now))
     if "rank" in report:
         rank, code = report["rank"], report["exit_code"]
-        # A rank that has written its cause may be killed by torchrun before it exits by itself, so
-        # ignore its exit code.
+        # torchrun may kill a rank that has recorded its cause before the rank exits on
+        # its own, so ignore its exit code.
         if rank not in [ending.rank for ending in causes]:
             kind = "killed" if code < 0 else "unknown"
             causes.append(Cause(rank, kind, "", now, code=code))
     first = cause.first(causes)
-    # Stopping a rank may also make it fail, so report only causes that a stop cannot produce.
+    # Being stopped may make a rank fail, so report only causes that a stop cannot
+    # produce.
     if is_stopped and (first is None or not first.is_sure):
         return {}
     failure: Json = {
@@ -295,8 +298,8 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
     if first.code:
         failure["code"] = first.code
     elif "exit_code" in report:
-        # The rank that caused the failure either is still running without making progress, or
-        # exited with code 0.
+        # The rank that caused the failure is either still running without making
+        # progress or exited with code 0.
         failure["code"] = report["exit_code"]
     # Standard error comes last and takes precedence, because it contains the traceback.
     for path in logs.of_rank(first.rank):
@@ -311,8 +314,8 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
 
 def _rank_logs(folder: RunFolder, local_rank: int) -> list[Path]:
     """Return torchrun's output files for a local rank, in the run's folder on this host."""
-    # torchrun adds a folder with a random suffix to `--log-dir`, and with `--max-restarts 0` there
-    # is only the first attempt.
+    # torchrun creates a folder with a random suffix in `--log-dir`. With
+    # `--max-restarts 0`, there is only the first attempt.
     folders = folder.anchor.glob(f"ranks/*/attempt_0/{local_rank}")
     paths = []
     for rank_folder in folders:
@@ -321,13 +324,13 @@ def _rank_logs(folder: RunFolder, local_rank: int) -> list[Path]:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines of a file, which may be large, or none if it cannot be read."""
+    """Return the last lines of a possibly large file, or none if it cannot be read."""
     try:
         # Without O_NONBLOCK, opening a pipe blocks; without O_NOFOLLOW, a link could lead anywhere.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:  # noqa: PTH123 - opens a descriptor
             size = file.seek(0, os.SEEK_END)
-            # Read only the end, because the logs of several weeks can take up gigabytes.
+            # Read only the end, because several weeks of logs can take up gigabytes.
             file.seek(max(0, size - (1 << 16)))
             text = file.read().decode(errors="replace")
     except OSError:
@@ -340,8 +343,8 @@ def _stop(request: Json, directory: Path) -> Json:
     with suppress(FileNotFoundError), open_folder(directory) as folder:
         agent = runs.recorded(folder.read_json("agent.json"))
     if agent is not None:
-        # Let the agent stop its job in an orderly way and report to its launcher, which takes about
-        # as long as the grace period.
+        # Let the agent shut down its job cleanly and report to its launcher, which
+        # takes about as long as the grace period.
         with suppress(psutil.Error):
             agent.send_signal(signal.SIGUSR1)
             agent.wait(request["grace_s"] + _CLOSE_S)
@@ -349,11 +352,11 @@ def _stop(request: Json, directory: Path) -> Json:
             # The kernel kills torchrun and its ranks along with their agent
             # (`parent.die_with_parent`).
             agent.kill()
-    # If the agent died earlier, its processes can be identified only by the mark in their
-    # environment.
+    # If the agent died earlier, its processes can only be identified by the mark in
+    # their environment.
     remaining = runs.marked(request["run_id"], request["node"])
     stuck = sorted(process.pid for process in runs.end(remaining))
-    text = "nothing runs"
+    text = "nothing was running"
     if stuck:
         text = f"processes {stuck} cannot be killed (they may be blocked on a device)"
     elif agent is not None or remaining:
@@ -401,7 +404,7 @@ def _logs(request: Json, directory: Path) -> Json:
 
 
 def main() -> int:
-    """Execute the request on standard input."""
+    """Handle the request on standard input."""
     # The launcher reads messages from standard output, so redirect output from libraries to
     # standard error.
     output = os.fdopen(os.dup(1), "wb")
@@ -414,7 +417,8 @@ def main() -> int:
             output.flush()
 
     def live() -> None:
-        # If the launcher is gone, `_follow_launcher` notices this, because standard input closes.
+        # If the launcher is gone, `_follow_launcher` notices, because standard input
+        # closes.
         with suppress(OSError):
             while True:
                 time.sleep(_ALIVE_S)

@@ -1,7 +1,7 @@
 """Connections to the agents on a job's hosts.
 
-Each host has an agent, which is reached through ssh or Slurm's srun, or runs as a local process.
-The user's own ssh configuration, keys and jump hosts apply, and ssh never prompts.
+Each host's agent is reached through ssh or Slurm's srun, or runs as a local process. The user's own
+ssh configuration, keys and jump hosts apply, and ssh never prompts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.plan import JobPlan
 
 MAX_SKEW_S = 5.0
-"""Clock difference above which to warn, because the times of log lines can no longer be
-compared."""
+"""Larger clock differences cause a warning, because log timestamps can no longer be compared."""
 _CLOSE_S = 5.0
 _FIRST_PATIENT_TORCH = (2, 12)
 """Since this release, torchrun gives its ranks the configured time to stop instead of only 30 s."""
@@ -47,14 +46,14 @@ _MEANINGS = {
     "once by hand to check and accept it (ssh {host})",
     r"Could not resolve hostname": "its name cannot be resolved; correct the hostfile, or add an "
     "entry to ~/.ssh/config",
-    r"Connection refused": "no ssh server answers there; start sshd, or give its port with port=N "
+    r"Connection refused": "no ssh server answers there; start sshd, or set its port with port=N "
     "in the hostfile",
     r"timed out|No route to host|Network is unreachable": "it cannot be reached; check that it is "
-    "up, or leave it out with --exclude {host}",
+    "up, or skip it with --exclude {host}",
     r"No module named .?megatron_ext": "megatron_ext is not installed there; install it, or copy "
     "this tree to the same path with rsync",
     r"No such file or directory|not found": "the path of this machine's Python does not exist "
-    "there; install Python there, or give another path with --python PATH",
+    "there; install Python there, or set a different path with --python PATH",
 }
 """Pattern in the output of ssh, srun or the login shell -> explanation and remedy."""
 
@@ -113,14 +112,15 @@ class _Connection:
         self.host, self._put = host, put
         self.heard_at = time.monotonic()
         self._noise: deque[str] = deque(maxlen=20)
-        # Use a file, because the process would block if it wrote to a full pipe that nobody reads.
+        # Use a file: if nobody reads a pipe, the process blocks once the pipe is full.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            # Ctrl-C must reach only the launcher, which then stops the agents in an orderly way.
+            # Ctrl-C must reach only the launcher, which then shuts down the agents
+            # cleanly.
             start_new_session=True,
         )
         threading.Thread(target=self._read, daemon=True).start()
@@ -140,7 +140,7 @@ class _Connection:
                 self._noise.append(line.decode(errors="replace").rstrip())
             else:
                 self._put(message)
-        # Set the exit code before sending the event, because `explain` reports this code.
+        # Get the exit code before sending the event, because `explain` reports it.
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_CLOSE_S)
         self._put(None)
@@ -150,14 +150,15 @@ class _Connection:
         self._stderr.seek(0)
         errors = self._stderr.read().decode(errors="replace").splitlines()
         lines = [line for line in [*self._noise, *errors] if line.strip()]
-        # Login scripts may print pages of text, but the reason why the agent exited comes last.
+        # Login scripts may print pages of text, but the reason for the agent's exit
+        # comes last.
         return lines[-20:]
 
     def close(self) -> None:
         """Close the connection, which stops the agent and its job if they are still running."""
         assert self.process.stdin is not None
-        # End of input reaches the agent through any number of ssh hops, and then the agent
-        # stops its job. A signal would only reach the local ssh.
+        # End of input reaches the agent through any number of ssh hops and makes it
+        # stop its job. A signal would only reach the local ssh.
         with suppress(OSError):
             self.process.stdin.close()
         try:
@@ -168,7 +169,7 @@ class _Connection:
 
 
 class Agents:
-    """The agents on all hosts in a plan, as a context manager that stops the agents on exit."""
+    """The agents on all hosts in a plan, as a context manager that stops them on exit."""
 
     def __init__(self, plan: JobPlan) -> None:
         self.plan = plan
@@ -189,7 +190,7 @@ class Agents:
         if message is not None and kind == "log" and self.display is not None:
             text = message["text"].encode(errors="surrogateescape")
             self.display.show(self.plan.hosts[index].name, text)
-        # `alive` messages serve only to update `heard_at`, which the reading thread has already
+        # `alive` messages only update `heard_at`, which the reading thread has already
         # done.
         elif kind not in ("alive", "log"):
             self.events.put((index, message))
@@ -209,11 +210,12 @@ class Agents:
         root = Path(__file__).resolve().parents[3]
         # The agent does not train, so start it without the patches to save time.
         variables = ["MEGATRON_EXT_DISABLE=1"]
-        # In a source tree that is not installed, the hosts must import from the same path.
+        # If this is a source tree that is not installed, the hosts must import from the
+        # same path.
         if not {"site-packages", "dist-packages"} & set(root.parts):
             variables.append(f"PYTHONPATH={root}")
-        # ssh servers reject most variables, and login shells differ in syntax, so let the `env`
-        # command set the variables.
+        # ssh servers reject most variables, and login shells differ in syntax, so let
+        # the `env` command set them.
         argv = [
             "env",
             *variables,
@@ -240,7 +242,7 @@ class Agents:
             if isinstance(message, dict):
                 answers[index] = {
                     **message,
-                    # This includes the time that the message took to arrive.
+                    # Includes the time that the message took to arrive.
                     "ahead_s": message.get("clock", 0.0) - time.time(),
                 }
             # A connection may close after the answer, unless the host is about to run the job.
@@ -249,7 +251,7 @@ class Agents:
                 code = connection.process.returncode
                 answers[index] = explain(connection.host, code, connection.noise())
         late = (
-            f"no answer within {timeout_s:g} s; check that it is up and that ssh reaches it, or "
+            f"no answer within {timeout_s:g} s; check that it is up and reachable by ssh, or "
             f"raise the limit (--preflight-timeout, --timeout)"
         )
         return [answers.get(index, late) for index in range(len(self.plan.hosts))]
@@ -267,12 +269,13 @@ class Agents:
                 continue
             if abs(answer["ahead_s"]) > MAX_SKEW_S:
                 clock = f"its clock is {answer['ahead_s']:+.0f} s off this machine's"
-                answer["warnings"].append(f"{clock}; let NTP or chrony set it")
+                answer["warnings"].append(f"{clock}; synchronize it with NTP or chrony")
             # If a host is missing, report only that, because a comparison of the other hosts may be
             # misleading.
             hellos.append(answer if is_complete else {**answer, "problems": []})
         if is_complete:
-            # `_compare` rejects different releases of torch, so it is enough to check one host.
+            # `_compare` rejects differing torch releases, so checking one host is
+            # enough.
             self._check_grace(hellos[0])
             self._compare(hellos)
         return hellos
@@ -302,9 +305,7 @@ class Agents:
             if name == "python":
                 remedy = "use the same Python on all hosts (--python PATH)"
             elif name.endswith(", content"):
-                remedy = (
-                    "copy it from here with rsync, or name the same file everywhere"
-                )
+                remedy = "copy it from here with rsync, or use the same file everywhere"
             for hello, version in zip(hellos, versions, strict=True):
                 # A host without the value has already reported the reason (`fitness.look`).
                 if version not in (commonest, None):

@@ -1,4 +1,4 @@
-"""Runs a planned job, and restarts it after a failure. Each attempt has its own logs."""
+"""Runs a planned job and restarts it after a failure. Each attempt has its own logs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shown_ranks(text: str, plan: JobPlan) -> list[int]:
     """Return the ranks that `--show` names, in order.
 
     Raises:
-        LaunchError: It names a rank that is not in this job.
+        LaunchError: `--show` names a rank that is not in this job.
     """
     num_started = plan.num_started
     if text == "all":
@@ -43,13 +43,14 @@ def shown_ranks(text: str, plan: JobPlan) -> list[int]:
     ranks: set[int] = set()
     for word in text.split(","):
         if word == "last":
-            # The last rank logs the losses. If it is lost, any rank in reserve may replace it.
+            # The last rank logs the losses. If it is lost, any reserve rank may replace
+            # it.
             ranks.update(range(plan.world_size - 1, num_started))
         elif word.isdecimal() and int(word) < num_started:
             ranks.add(int(word))
         else:
             raise LaunchError(
-                f"--show names {word!r}; use all, or ranks from 0 to {num_started - 1} and last"
+                f"--show names {word!r}; use all, ranks from 0 to {num_started - 1}, or last"
             )
     return sorted(ranks)
 
@@ -66,7 +67,7 @@ def with_restarts(
     """
     if args.max_restarts and flag_value(plan.command, "--load") is None:
         say(
-            "warning: without --save and --load, a restart starts at the first iteration"
+            "warning: without --save and --load, a restart begins at the first iteration"
         )
     for ending in (signal.SIGTERM, signal.SIGHUP):
         # Exit normally between attempts, so that open connections are closed. During an attempt,
@@ -80,14 +81,15 @@ def with_restarts(
         now = time.monotonic()
         # Count only recent failures, so that a long job can survive more failures in total.
         failed_at = [at for at in failed_at if now - at < args.restart_window]
-        # A user who stops a job while it is failing does not want it to be restarted either.
+        # A user who stops a job while it is failing does not want it restarted either.
         may_restart = outcome.failure is not None and outcome.stopped_by is None
         if not may_restart or len(failed_at) >= args.max_restarts:
             return outcome.code
         failed_at.append(now)
-        # The number of recent failures can fall, so count all restarts to keep run ids unique.
+        # The number of recent failures can decrease, so count all restarts to keep run
+        # ids unique.
         num_restarts += 1
-        # Wait longer each time, because a file server or switch that has failed takes a while to
+        # Wait longer each time, because a failed file server or switch takes a while to
         # come back.
         pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (len(failed_at) - 1))
         say(
@@ -100,10 +102,10 @@ def with_restarts(
         # which may change.
         attempt = replace(plan, run_id=f"{plan.run_id}-r{num_restarts}")
         able = _able_hosts(hosts, completed, attempt, args.preflight_timeout)
-        # Never shrink a job, because with fewer replicas, the batch could differ.
+        # Never shrink a job: with fewer replicas, the batch could differ.
         num_hosts, num_ranks = len(completed.hosts), completed.world_size
         num_missing = num_hosts - len(able[:num_hosts])
-        # With --keep-going, hosts from the reserve replace missing training hosts.
+        # With --keep-going, reserve hosts replace missing training hosts.
         attempt = replace(
             attempt,
             hosts=able[:num_hosts],
@@ -112,12 +114,12 @@ def with_restarts(
         if attempt.world_size != num_ranks:
             raise LaunchError(
                 f"the job needs {num_hosts} hosts with {num_ranks} ranks, but only {len(able)} of "
-                f"{len(hosts)} hosts can run it; repair the others, or give more spares (--spares)"
+                f"{len(hosts)} hosts can run it; repair the others, or add spares (--spares)"
             )
 
 
 def _with_slots(hosts: Sequence[Host], completed: JobPlan) -> tuple[Host, ...]:
-    """Return the hosts with their slots; where the hostfile gives no number, use the last count."""
+    """Return the hosts with their slots; if the hostfile does not set them, use the last count."""
     counted = {host.number: host.slots for host in completed.hosts}
     # Spare hosts have not counted their devices yet, so assume that all hosts have the same number.
     of_spares = completed.hosts[0].slots
@@ -131,12 +133,12 @@ def _with_slots(hosts: Sequence[Host], completed: JobPlan) -> tuple[Host, ...]:
 def _able_hosts(
     hosts: tuple[Host, ...], ended: JobPlan, attempt: JobPlan, timeout_s: float
 ) -> tuple[Host, ...]:
-    """Stop whatever is left from the last attempt; return the hosts that can run the next one.
+    """Stop whatever is left of the last attempt; return the hosts that can run the next one.
 
-    This also contacts hosts that were lost earlier: a rebooted host may be back, and a host whose
+    Hosts that were lost earlier are contacted too: a rebooted host may be back, and a host whose
     network was down may still be running its part of the job.
     """
-    # Processes left from the last attempt would still hold devices and ports.
+    # Processes left over from the last attempt would still hold devices and ports.
     with Agents(replace(ended, hosts=hosts)) as agents:
         answers = agents.ask("stop", timeout_s + attempt.grace_s)
     problems: dict[int, list[str]] = {}
@@ -160,12 +162,13 @@ def _able_hosts(
 
 
 def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]:
-    """Run a job once; return the outcome, and the plan with all process counts."""
+    """Run a job once; return the outcome and the plan with all process counts."""
     directory = runs.runs_root() / plan.run_id
     with ExitStack() as resources:
         agents = resources.enter_context(Agents(plan))
         hellos = agents.look(args.preflight_timeout)
-        # A job starts on all hosts or on none, so report all problems before any agent starts.
+        # A job starts on all hosts or on none, so report all problems before any host
+        # starts it.
         if problems := _of_hosts(plan, hellos, "problems"):
             raise LaunchError("\n".join(problems))
         plan = plan.completed([hello["devices"] for hello in hellos])
@@ -178,7 +181,7 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
             )
             if folder.exists("plan.json"):
                 raise LaunchError(
-                    f"run {plan.run_id} already exists; give another --run-id"
+                    f"run {plan.run_id} already exists; use another --run-id"
                 )
             folder.write_json("plan.json", plan.record())
             folder.write_json("launcher.json", runs.record())
@@ -194,9 +197,10 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
         if _has_view(args, plan):
             view = PersonView()
             if len(plan.hosts) == 1 or plan.reserve is not None:
-                # Give the view the output from all ranks, because it adds up their parameters and
-                # shows any rank that fails. On several hosts, this takes too much bandwidth, except
-                # with --keep-going, where any rank may become the one that logs the steps.
+                # Send all ranks' output to the view, because it adds up their
+                # parameters and shows any rank that fails. With several hosts, this
+                # takes too much bandwidth, but --keep-going needs it, because any rank
+                # may become the one that logs the steps.
                 show = list(range(plan.num_started))
             if len(show) == plan.num_started:
                 say(f"everything the ranks print: {log_path}")
@@ -218,7 +222,7 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
 
 
 def _of_hosts(plan: JobPlan, hellos: Sequence[runs.Json], kind: str) -> list[str]:
-    """Return the problems or warnings from all hosts, with one on each line."""
+    """Return the problems or warnings from all hosts, one line each."""
     lines = []
     for host, hello in zip(plan.hosts, hellos, strict=True):
         lines += [f"{host.name}: {text}" for text in hello[kind]]
@@ -226,7 +230,7 @@ def _of_hosts(plan: JobPlan, hellos: Sequence[runs.Json], kind: str) -> list[str
 
 
 def _has_view(args: argparse.Namespace, plan: JobPlan) -> bool:
-    """Return whether to shorten the output, as is done for Megatron's scripts without --help."""
+    """Return whether to shorten the output: true for Megatron's scripts without --raw or --help."""
     is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")
     # The view would drop the help text.
     return is_megatrons and not args.raw and {"-h", "--help"}.isdisjoint(plan.command)
@@ -234,7 +238,7 @@ def _has_view(args: argparse.Namespace, plan: JobPlan) -> bool:
 
 @dataclass
 class _End:
-    """How an attempt finished, for its record and for the user."""
+    """How an attempt finished, for the record and for the user."""
 
     plan: JobPlan
     outcome: Outcome
@@ -252,7 +256,7 @@ class _End:
 
     @property
     def _logs(self) -> str:
-        """A pointer to the full output: the log file, or the command that shows the logs."""
+        """A pointer to the full output: the log file or the command that shows the logs."""
         failure = self.outcome.failure
         if self._is_seen or (failure is None and self.view is not None):
             return f"everything: {self.log_path}"
@@ -276,10 +280,10 @@ class _End:
         }
 
     def tell(self) -> None:
-        """Print how the job finished; the last line gives the cause of a failure."""
+        """Print how the job finished; the last line states the cause of any failure."""
         if self.display.left_out:
             say(
-                f"{self.display.left_out} lines were not shown, because the output was blocked"
+                f"{self.display.left_out} lines were not shown because the output was blocked"
             )
         is_training = bool(self.display.iteration) or self.view is not None
         if self.outcome.failure is not None:
@@ -298,7 +302,7 @@ class _End:
             say(f"run {self.plan.run_id} succeeded; {self._logs}")
 
     def _tell_failure(self, failed: Failure) -> None:
-        """Print the failed part's last output, if the view has not shown it, and the cause."""
+        """Print the failed part's last output, unless the view has shown it, and the cause."""
         reason = str(failed)
         lines = [line for line in failed.tail if line.strip()]
         # The view does not recognise every error. If a rank was killed by a signal, its last line

@@ -1,8 +1,8 @@
-"""Connects a job's keepers on several hosts, through a store on the first host.
+"""Connects the keepers of a multi-host job through a store on the first host.
 
 A keeper sees only the ranks on its own host, so it reports lost ranks to the keeper on the first
 host. That keeper counts the losses and decides whether to stop the job. It exits last, because the
-ranks rendezvous in its stores.
+ranks rendezvous through its stores.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _START_S = 300.0
 # With torch's default of 300 s, the loss of the first host would go unnoticed for that long.
 _STORE_TIMEOUT_S = 20.0
 _KEYS = "megatron_ext keepers: "
-"""Prefix of the keys, because the ranks use the same store."""
-# No process has observed how the ranks on a lost host ended, so record SIGKILL.
+"""Prefix of the keys, needed because the ranks use the same store."""
+# No process saw how the ranks on a lost host ended, so record SIGKILL.
 _KILLED = -9
 
 
@@ -41,7 +41,7 @@ class FirstHostLost(Exception):
 
 
 class Board:
-    """The keepers' notes, in the order in which they were written, and the keepers' heartbeats."""
+    """The keepers' notes, in the order they were written, and the keepers' heartbeats."""
 
     def __init__(self, store: Any) -> None:
         from torch._C._distributed_c10d import PrefixStore
@@ -53,8 +53,8 @@ class Board:
 
     def write(self, note: Json) -> None:
         """Add a note."""
-        # `append` is atomic: a keeper that is killed leaves a whole note or none, and all keepers
-        # read the notes in the same order.
+        # `append` is atomic: a keeper that is killed leaves either a whole note or
+        # none, and all keepers read the notes in the same order.
         self._store.append("notes", json.dumps(note) + "\n")
 
     def unread(self) -> list[Json]:
@@ -87,8 +87,8 @@ class _Host:
         self._silent_from_s = time.monotonic()
 
     def note_beats(self, num_beats: int) -> None:
-        """Note the number of heartbeats that the host has sent."""
-        # Measure the silence on this host's clock, because the clocks on the hosts differ.
+        """Record the number of heartbeats that the host has sent."""
+        # Measure the silence with this host's clock, because the hosts' clocks differ.
         if num_beats != self._num_beats:
             self._num_beats = num_beats
             self._silent_from_s = time.monotonic()
@@ -115,7 +115,7 @@ class FirstBoard:
         self._notes: deque[Json] = deque()
         self._looks_at_s = 0.0
         self.is_end_reported = False
-        """Whether the fatal loss was reported to the launcher by the lost rank's host."""
+        """Whether the lost rank's host has reported the fatal loss to the launcher."""
         for host in range(1, len(counts)):
             first = sum(counts[:host])
             self._hosts[host] = _Host(range(first, first + counts[host]))
@@ -132,7 +132,7 @@ class FirstBoard:
 
     @property
     def survived(self) -> list[int]:
-        """The lost ranks without which training has continued."""
+        """The lost ranks that training has continued without."""
         return self._losses.survived
 
     def add(self, loss: Loss) -> None:
@@ -149,11 +149,11 @@ class FirstBoard:
         self._losses.note_step()
 
     def take_turn(self) -> None:
-        """Read the notes from other hosts, and record the loss of hosts that have died."""
+        """Read the notes from other hosts and record the loss of hosts that have died."""
         # On a single host, nobody would read the notes.
         while self._hosts and self._notes:
             self._board.write(self._notes.popleft())
-        # These include this host's own notes. Recording a restart twice does no harm.
+        # These include this host's own notes. Recording a restart twice is harmless.
         for note in self._board.unread():
             kind = note.pop("kind")
             if kind == "loss":
@@ -166,8 +166,8 @@ class FirstBoard:
                 self._hosts[note["host"]].has_ended = True
                 self.is_end_reported |= note["is_reported"]
         now = time.monotonic()
-        # Reading a host's heartbeats takes a call to the store, and each rank that exits causes a
-        # turn, so do not read them in every turn.
+        # Reading a host's heartbeats requires a call to the store, and every rank that
+        # exits triggers a turn, so do not read them every turn.
         if now < self._looks_at_s:
             return
         self._looks_at_s = now + _BEAT_S
@@ -185,7 +185,7 @@ class FirstBoard:
                 self._losses.add(Loss(rank, _KILLED, time.time(), is_early=is_early))
 
     def announce_end(self) -> None:
-        """Make the other hosts stop their ranks because of the fatal loss."""
+        """Tell the other hosts to stop their ranks because of the fatal loss."""
         assert self.fatal is not None
         self._board.write(
             {"kind": "end", "loss": asdict(self.fatal), "survived": self.survived}
@@ -195,7 +195,7 @@ class FirstBoard:
 class OtherBoard:
     """The board on every other host, which reports that host's losses to the first host.
 
-    It has the methods of `Losses` that a keeper uses.
+    The class has the methods of `Losses` that a keeper uses.
     """
 
     def __init__(self, board: Board, host: int) -> None:
@@ -206,11 +206,11 @@ class OtherBoard:
         self._notes: deque[Json] = deque()
         self._beats_at_s = 0.0
         self._awaits_step = False
-        """Whether ranks have restarted, here or elsewhere, and no step has been reported since."""
+        """Whether ranks have restarted, here or elsewhere, but no step has been reported since."""
         self.fatal: Loss | None = None
         """The loss that stops the job, or None if the job continues."""
         self.survived: list[int] = []
-        """The lost ranks without which training has continued; known when the job stops."""
+        """The lost ranks that training has continued without; known when the job stops."""
         self.is_needed = False
         """Whether other hosts need this keeper after its ranks have exited."""
 
@@ -238,12 +238,12 @@ class OtherBoard:
         now = time.monotonic()
         is_time = now >= self._beats_at_s
         try:
-            # Remove a note only after it was written, so that no note is lost if an error occurs.
+            # Remove each note only after writing it, so that an error does not lose it.
             while self._notes:
                 self._board.write(self._notes[0])
                 self._notes.popleft()
-            # Losses are written immediately, but reading takes a call to the first host, so read
-            # only twice per second.
+            # Losses are written immediately, but reading requires a call to the first
+            # host, so read only twice per second.
             if not is_time:
                 return
             self._beats_at_s = now + _BEAT_S

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from megatron_ext.upstream.person_view import PersonView
 
 _CLOSE_S = 5.0
-# A chunk is a message from an agent, with at most a few hundred KiB (`agent._CHUNK_BYTES`).
+# A chunk is one message from an agent, at most a few hundred KiB
+# (`agent._CHUNK_BYTES`).
 _MAX_CHUNKS = 32
 _PATIENCE_S = 1.0
 _MARKED = re.compile(RANK_MARK + rb"(\d+) ")
@@ -30,12 +31,12 @@ def say(text: str) -> None:
 
 
 class Display:
-    """Shows the lines from all hosts, with bounded memory.
+    """Shows the output lines from all hosts with bounded memory.
 
-    Ranks write their complete output to files on their hosts, and torchrun follows the files of
-    those ranks whose output is shown. A terminal or a pipe may block for any length of time, so a
-    separate thread writes to it. If it blocks for a long time, the display drops output and counts
-    the dropped lines. Every line goes to the log and, unless a view shortens it, to the output. The
+    Ranks write their complete output to files on their hosts, and torchrun follows the files of the
+    ranks that are shown. A terminal or a pipe may block for any length of time, so a separate
+    thread writes to it. If it blocks for a long time, the display drops output and counts the
+    dropped lines. Every line goes to the log and, unless a view shortens it, to the output. The
     display closes neither the log nor the output.
     """
 
@@ -57,10 +58,10 @@ class Display:
     def show(self, host: str, data: bytes) -> None:
         """Show output from a host, or drop it if the display blocks for a second."""
         try:
-            # This runs in a connection's thread, and the host at the other end waits for as long as
-            # that thread does. After one time-out, drop chunks immediately until the display writes
-            # again, because the report that the job has finished comes after them on the same
-            # connection.
+            # A connection's thread runs this, and the host at the other end waits as
+            # long as that thread does. After one time-out, drop chunks immediately
+            # until the display writes again, because the report that the job has
+            # finished follows them on the same connection.
             self._chunks.put(
                 (host, data), timeout=0 if self._is_blocked else _PATIENCE_S
             )

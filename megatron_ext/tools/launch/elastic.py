@@ -1,4 +1,4 @@
-"""torchrun with a machine-readable report, and with time limits for the other ranks' end.
+"""torchrun with a machine-readable report and a time limit for stopping the other ranks.
 
     python -m megatron_ext.tools.launch.elastic REPORT.json GRACE_S TORCHRUN_FLAGS SCRIPT ...
 
@@ -29,9 +29,9 @@ from megatron_ext.tools.launch import runs
 from megatron_ext.tools.launch.run_folder import RunFolder
 
 _REPORT_S = 1.0
-"""How long the other ranks may take to report the step in which a rank died without a report."""
+"""Time that the other ranks have to report the step in which a rank died without a report."""
 _LOOK_S = 0.05
-"""Time between two looks for a report."""
+"""Time between checks for a report."""
 
 
 def main() -> int:
@@ -65,7 +65,7 @@ def main() -> int:
     # them. Since PyTorch 2.12, it waits for the time set here if no rank has failed. The filter
     # sees the warning and starts our own timer, which shortens the wait but cannot lengthen it.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(30, math.ceil(grace_s)))
-    # Filters see only records that pass the logger's level.
+    # Filters see only records that are at or above the logger's level.
     api.logger.setLevel(logging.WARNING)
     api.logger.addFilter(bound_the_end)
     try:
@@ -85,7 +85,7 @@ def main() -> int:
 
 
 def _await_report() -> None:
-    """Wait until another rank has reported an error, if a rank died without reporting one.
+    """If a rank died without reporting an error, wait until another rank reports one.
 
     A rank that was killed cannot report its step. The others can, once they miss its messages,
     but torchrun stops them within 0.1 s.
@@ -98,14 +98,15 @@ def _await_report() -> None:
             if process.status() != STATUS_ZOMBIE:
                 variables = process.environ()
                 num_ranks = int(variables["LOCAL_WORLD_SIZE"])
-                # torchrun gives each rank a folder of that name, next to the others'.
+                # torchrun creates one folder per rank, named after its local rank.
                 folder = Path(variables["TORCHELASTIC_ERROR_FILE"]).parent
                 reports = [
                     folder.parent / str(rank) / "error.json"
                     for rank in range(num_ranks)
                 ]
                 num_running += 1
-    # If all ranks are running, a signal stops the job. If none is, nobody can report anything.
+    # If all ranks are running, a signal is stopping the job. If none are, nobody can
+    # report.
     if num_running in (0, num_ranks):
         return
     deadline = time.monotonic() + _REPORT_S

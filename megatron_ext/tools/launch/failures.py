@@ -89,9 +89,9 @@ class Outcome:
 def first_failure(failures: Sequence[Failure], last_iteration: int = 0) -> Failure:
     """Return the failure that explains the others, with the last iteration reported by any host.
 
-    The times of the failures are not enough, because other ranks fail within milliseconds of losing
-    a rank, and the hosts' clocks differ. The kind of failure therefore takes precedence: if a
-    signal killed a process, or an agent died, the reason cannot be that another rank was lost.
+    Comparing times is not enough, because the loss of a rank makes others fail within milliseconds,
+    and the hosts' clocks differ. The kind of failure therefore takes precedence: if a signal killed
+    a process or an agent died, the loss of another rank cannot be the reason.
     """
     first = min(failures, key=lambda failure: failure.precedence)
     # A rank that was killed reports no iteration, but the other ranks were in the same step.

@@ -1,4 +1,4 @@
-"""Checks whether a host can run its part of a job; its agent calls this before the start."""
+"""Checks whether a host can run its part of a job; the agent calls this before the job starts."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 MIN_FREE_BYTES = 64 << 20
 """Space needed for the logs on a host. Less free space counts as a problem."""
 MIN_SHARED_BYTES = 1 << 30
-"""Shared memory below which a host gets a warning. A container has 64 MiB by default."""
+"""A host with less free shared memory gets a warning. Containers have 64 MiB by default."""
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
 _LOWEST_PORT = 20000
 _HIGHEST_PORT = 32767
-"""Systems assign the ports above this one to outgoing connections."""
+"""Operating systems assign the ports above this one to outgoing connections."""
 
 
 def look(request: Json, log_dir: Path) -> Json:
     """Return whether this host can run the request; its environment must already be set.
 
-    The answer contains problems, warnings, and values that must be the same on every host. This
+    The answer contains problems, warnings, and values that must be identical on every host. This
     call changes to the request's work directory. The log directory must not exist yet.
     """
     problems: list[str] = []
@@ -47,7 +47,8 @@ def look(request: Json, log_dir: Path) -> Json:
         "pid": os.getpid(),
         "clock": time.time(),
         "log_dir": str(log_dir),
-        # Count without torch, because importing torch takes longer than all the checks together.
+        # Count without torch, because importing torch takes longer than all the checks
+        # combined.
         "devices": 0 if request["per_node"] and request["nproc"] else count_devices(),
         "problems": problems,
         "warnings": warnings,
@@ -60,7 +61,7 @@ def look(request: Json, log_dir: Path) -> Json:
         },
     }
     try:
-        # If the script's path is relative, it refers to this directory.
+        # A relative script path refers to this directory.
         os.chdir(request["workdir"])
     except OSError as error:
         problems.append(
@@ -71,7 +72,7 @@ def look(request: Json, log_dir: Path) -> Json:
     if log_problem is not None:
         problems.append(log_problem)
     _look_at_shared_memory(warnings)
-    # Every host must find the job's command, and scripts must have the same content.
+    # Every host must find the job's command, and scripts must have identical content.
     script = request["command"][0]
     if request["per_node"]:
         if shutil.which(script) is None:
@@ -110,11 +111,12 @@ def open_folder(directory: Path, create: bool = False) -> RunFolder:
 
 
 def _look_at_logs(log_dir: Path) -> tuple[int, str | None]:
-    """Return the free bytes for a run's logs here, and the problem with writing them, if any.
+    """Return the free bytes for a run's logs here and the reason they cannot be written, if any.
 
-    This does not create the folder, so that no folder is left behind if the job is rejected.
+    The folder is not created, so that none is left behind if the job is rejected.
     """
-    # Don't use Path.exists(), which raises an error in a folder without access permission.
+    # Do not use Path.exists(), which raises an error in a folder without access
+    # permission.
     existing = next(folder for folder in log_dir.parents if os.access(folder, os.F_OK))
     free_bytes = shutil.disk_usage(existing).free
     why = None
@@ -163,10 +165,10 @@ def _digest_of(script: str) -> str:
 
 
 def _free_port(master_port: int | None, problems: list[str]) -> int:
-    """Return the port for the rendezvous, which is either the user's port or a free one."""
-    # Rank 0 starts to listen only seconds later. Ports in this range are never assigned
-    # automatically, so the port most likely stays free until then. Choose at random, so that jobs
-    # that start at the same time choose different ports.
+    """Return the rendezvous port: the user's port or a free one."""
+    # Rank 0 does not start listening until a few seconds later. Ports in this range are
+    # never assigned automatically, so the port will most likely still be free then.
+    # Choose at random, so that jobs that start at the same time choose different ports.
     candidates = random.sample(range(_LOWEST_PORT, _HIGHEST_PORT + 1), 5)
     if master_port:
         candidates = [master_port]
@@ -175,8 +177,8 @@ def _free_port(master_port: int | None, problems: list[str]) -> int:
         if reason is None:
             return port
     problems.append(
-        f"port {port} cannot be used for the ranks to meet: {reason}; leave out --master-port to "
-        f"get a free one"
+        f"port {port} cannot be used for the rendezvous: {reason}; remove --master-port to get a "
+        f"free one"
     )
     return port
 
@@ -191,7 +193,7 @@ def _why_taken(port: int) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface on this machine that has an address, or None."""
+    """Return this machine's network interface that has this address, or None."""
     # Link-local addresses end in %INTERFACE.
     number = address.partition("%")[0]
     for name, interface_addresses in psutil.net_if_addrs().items():

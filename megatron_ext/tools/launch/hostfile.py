@@ -1,12 +1,12 @@
-"""The hostfile, which has one host per line; in the simplest case, a line is just an address.
+"""The hostfile, which lists one host per line; the simplest line is just an address.
 
     # comment
     node1
     10.0.0.2            slots=8
     node3:4             addr=10.0.0.3 rdma=10.1.0.3,10.1.1.3 port=2222 user=me env.NCCL_DEBUG=INFO
 
-The order of the lines determines the node ranks. Lists of addresses, DeepSpeed's and Open MPI's
-`slots=N` and MPICH's `host:N` are all valid. These functions only parse text, without using the
+The line order determines the node ranks. Plain lists of addresses, DeepSpeed's and Open MPI's
+`slots=N` and MPICH's `host:N` are all valid. These functions only parse text and never use the
 network.
 """
 
@@ -24,7 +24,7 @@ from megatron_ext.errors import LaunchError
 from megatron_ext.files import read_text
 
 MAX_SLOTS = 1024
-"""Upper bound on the processes on a host. A larger number must be a typing mistake."""
+"""Maximum number of processes on a host. A larger number must be a typo."""
 _MAX_BYTES = 16 << 20
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?"
 # NAME or [IPv6], optionally followed by :SLOTS.
@@ -52,7 +52,7 @@ class Host:
     env: tuple[tuple[str, str], ...] = ()
     """Environment variables for processes on this host."""
     number: int = 0
-    """Index among the launch's hosts, which stays the same when the job restarts on other hosts."""
+    """Index among the launch's hosts. Restarting the job on other hosts does not change it."""
     local: bool = False
     """True for the launcher's own machine, which needs no ssh."""
 
@@ -84,13 +84,13 @@ _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     # ssh would parse a name with a leading dash as an option.
     "user": (
         lambda text: re.fullmatch(r"[A-Za-z_][A-Za-z0-9._-]{0,63}", text) and text,
-        "the name of a user",
+        "a user name",
     ),
     "rdma": (
         lambda text: tuple(str(ip_address(word)) for word in text.split(",")),
-        "IP addresses, as in A,B",
+        "a comma-separated list of IP addresses",
     ),
-    # FlagScale's kind of device.
+    # FlagScale's device type.
     "type": (
         lambda text: re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) and text,
         "one word",
@@ -105,22 +105,23 @@ def read(path: Path) -> tuple[Host, ...]:
         # Some editors on Windows write a byte order mark.
         return parse(read_text(path, _MAX_BYTES).removeprefix("\ufeff"), str(path))
     except OSError as error:
-        why = f"cannot be read: {error.strerror}; give a file with one host per line"
+        why = f"cannot be read: {error.strerror}; use a file with one host per line"
     except UnicodeDecodeError:
         why = "is not text (UTF-8); write one host per line"
     raise LaunchError(f"the hostfile {path} {why}")
 
 
 def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
-    """Parse the text of a hostfile; `source` is its name in errors.
+    """Parse a hostfile's text; `source` is its name in errors.
 
     Raises:
-        LaunchError: The text is malformed; names the line.
+        LaunchError: The text is malformed. The message names the line.
     """
     hosts: list[Host] = []
-    # Name, or address and port -> the first line that gives it.
+    # Name, or address and port -> the first line that contains it.
     lines: dict[object, int] = {}
-    # Don't use splitlines(), which also splits at characters that do not end a line in a file.
+    # Do not use splitlines(), which also splits at characters that do not end a line in
+    # a file.
     for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -131,8 +132,8 @@ def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
             for identity in (host.name.lower(), (host.address.lower(), host.port)):
                 if (first := lines.setdefault(identity, number)) != number:
                     raise ValueError(
-                        f"host {host.name} is already in line {first}; name each host once and "
-                        f"give it more processes with slots=N"
+                        f"host {host.name} is already in line {first}; list each host once and "
+                        f"set its number of processes with slots=N"
                     )
         except ValueError as error:
             raise LaunchError(f"{source}:{number}: {error}") from None
@@ -162,22 +163,22 @@ def _host(words: list[str]) -> Host:
                 f"expected key=value after the host, found {word!r}; keys are {_KEY_LIST}"
             )
         if key in fields:
-            raise ValueError(f"{key} is given twice for {name}; give it once")
+            raise ValueError(f"{key} is set twice for {name}; set it once")
         if key in _KEYS:
             fields[key] = _value(key, value, key)
         elif not key.startswith("env."):
             raise ValueError(f"unknown key {key!r}; keys are {_KEY_LIST}")
         elif not re.fullmatch(r"env\.[A-Za-z_][A-Za-z0-9_]*", key) or "\0" in value:
             raise ValueError(
-                f"{word!r} names no environment variable; write env.NAME=VALUE"
+                f"{word!r} does not name an environment variable; write env.NAME=VALUE"
             )
         else:
             env.append((key.removeprefix("env."), value))
-            # Keep the variable until all words are read, to detect one that is given twice.
+            # Keep the variable until all words are read, to detect duplicates.
             fields[key] = value
     for key in [key for key in fields if key.startswith("env.")]:
         del fields[key]
-    # Accept these keys from other launchers, but ignore them.
+    # Other launchers use these keys, so accept but ignore them.
     for key in ("max_slots", "type"):
         fields.pop(key, None)
     return Host(name, env=tuple(env), **fields)
@@ -199,11 +200,11 @@ def select(
     Both have the form `host1@host2`.
 
     Raises:
-        LaunchError: Both are given, or one of them names an unknown host or leaves no host.
+        LaunchError: Both are set, or one of them names an unknown host or leaves no hosts.
     """
-    # Don't guess which of the two applies first.
+    # Do not guess which of the two applies first.
     if include is not None and exclude is not None:
-        raise LaunchError("--include and --exclude are both given; use one of them")
+        raise LaunchError("--include and --exclude are both set; use only one of them")
     flag, text = ("--exclude", exclude) if include is None else ("--include", include)
     if text is None:
         return tuple(hosts)
@@ -222,5 +223,5 @@ def select(
         return tuple(host for host in hosts if host.name in named)
     remaining = tuple(host for host in hosts if host.name not in named)
     if not remaining:
-        raise LaunchError("--exclude removes every host; exclude fewer")
+        raise LaunchError("--exclude removes every host; exclude fewer hosts")
     return remaining

@@ -1,4 +1,4 @@
-"""Implements `launch`: turns flags into a job plan, and prints or runs it."""
+"""Implements `launch`: turns flags into a job plan and prints or runs it."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -57,9 +57,9 @@ def default_variables(flags: Sequence[str]) -> dict[str, str]:
     }
     # Megatron rejects a value of 1 with FSDP, so keep CUDA's default of 8.
     if not any(flag in flags for flag in _FSDP):
-        # On GPUs before Blackwell, Megatron requires a value of 1 for tensor and context
-        # parallelism, except with pairs. A single hardware queue would run the two actions of a
-        # pair one after the other.
+        # On GPUs before Blackwell, Megatron requires a value of 1 for tensor and
+        # context parallelism, except with pairs. A single hardware queue would
+        # serialize a pair's two actions.
         has_pairs = "--overlap-moe-expert-parallel-comm" in flags
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "32" if has_pairs else "1"
     return variables
@@ -82,7 +82,7 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         return 0
     if args.slurm is not None:
         say(
-            f"already inside Slurm's job {os.environ['SLURM_JOB_ID']}: --slurm submits nothing"
+            f"already inside Slurm job {os.environ['SLURM_JOB_ID']}: --slurm has no effect"
         )
     # The hosts are known from here on.
     plan = planned(args, command, workdir)
@@ -98,12 +98,12 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         plan = replace(plan, hosts=hosts[:num_used])
     elif len(hosts) > 1 and flag_value(command, "--node-ips") is not None:
         raise LaunchError(
-            "--keep-going excludes --node-ips, because ranks may move to other hosts; leave out "
-            "--node-ips, and give addresses with addr= and rdma= in the hostfile"
+            "--keep-going cannot be combined with --node-ips, because ranks may move to other "
+            "hosts; remove --node-ips, and set addresses with addr= and rdma= in the hostfile"
         )
     uncounted = [host.name for host in plan.hosts if not host.slots]
     if not uncounted:
-        # Report mistakes in the flags before any host is contacted.
+        # Report mistakes in the flags before contacting any host.
         complete = plan.completed()
         shown_ranks(args.show, complete)
     # Other hosts may have a different version of Megatron, so their ranks check the command.
@@ -113,8 +113,8 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
         return with_restarts(plan, hosts, args)
     if uncounted:
         raise LaunchError(
-            f"--dry-run contacts no host and cannot count the devices of {', '.join(uncounted)}; "
-            f"give slots=N in the hostfile, or --nproc N"
+            f"--dry-run contacts no hosts and cannot count the devices of {', '.join(uncounted)}; "
+            f"set slots=N in the hostfile, or --nproc N"
         )
     return _dry_run(complete)
 
@@ -128,7 +128,7 @@ def check_command_here(command: Sequence[str]) -> None:
 
 
 def _dry_run(plan: JobPlan) -> int:
-    """Print the command for each host, and the preflight result for the training flags."""
+    """Print the command for each host and the preflight result for the training flags."""
     print(plan.dry_run(), end="")
     if plan.per_node:
         return 0
@@ -146,7 +146,7 @@ def is_inside_allocation() -> bool:
 
 
 def preflight_of(plan: JobPlan) -> Preflight:
-    """Return the preflight report for a plan's training flags, with a known number of ranks."""
+    """Return the preflight report for a plan's training flags and number of ranks."""
     device, device_kind = requested(plan.command), None
     # Look for devices only if no other host runs ranks.
     if all(host.local for host in plan.hosts):
@@ -164,7 +164,7 @@ def submit(
     """Submit a job to Slurm, which runs the same command line again inside an allocation."""
     if args.hostfile is not None:
         raise LaunchError(
-            "--slurm and --hostfile are both given, but Slurm chooses the hosts; leave out "
+            "--slurm and --hostfile are both given, but Slurm chooses the hosts; remove "
             "--hostfile"
         )
     options = [word for word in words if word not in ("--dry-run", "--")]
@@ -180,12 +180,13 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
     """Return the job's plan with all hosts, including spares."""
     job_env = dict(args.env)
     if requested(command) == "cpu":
-        # Agents do not get the flags, so use this variable to stop them from counting devices.
+        # Agents do not see the flags, so use this variable to stop them from counting
+        # devices.
         job_env = {"MEGATRON_EXT_DEVICE": "cpu", **job_env}
     environ = {**os.environ, **job_env}
     # MEGATRON_EXT_FLAGS may change the number of ranks that a replica needs.
     flags = [*requested_flags(environ), *command]
-    # On a single machine without devices, start as many processes as the flags need.
+    # On a single machine without devices, start as many processes as the flags require.
     alone = count_devices(environ=environ) or Parallel.of(flags).smallest_job
     hosts, slurm_job = hosts_of(args, 1 if args.per_node else args.nproc, alone)
     if args.run_id:
@@ -227,32 +228,32 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
 
 
 def _check(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Reject a command and flags that cannot be combined, regardless of the hosts."""
+    """Reject an invalid combination of command and flags, regardless of the hosts."""
     if not command:
         raise LaunchError(
             "nothing to run; name a script after --, as in `-- pretrain_gpt.py --num-layers 8`"
         )
     if not args.per_node and not command[0].endswith(".py"):
         raise LaunchError(
-            f"{command[0]} is not a Python script; torchrun needs one (SCRIPT.py), or run any "
-            f"command once on each host with --per-node"
+            f"{command[0]} is not a Python script; give torchrun a SCRIPT.py, or use --per-node to "
+            f"run any command once on each host"
         )
     if args.per_node and args.num_microbatches is not None:
         raise LaunchError(
-            "--num-microbatches sets a training flag, but --per-node starts no training; leave "
-            "out one of the two"
+            "--num-microbatches sets a training flag, but --per-node starts no training; "
+            "remove one of the two"
         )
     if args.reserve is not None and not args.keep_going:
         raise LaunchError(
             f"--reserve {args.reserve} has no effect without --keep-going; add --keep-going, or "
-            "leave out --reserve"
+            "remove --reserve"
         )
     if args.keep_going:
         _check_keep_going(args, command)
     if args.spares and not args.max_restarts and not args.keep_going:
         raise LaunchError(
             f"--spares {args.spares} without restarts leaves hosts idle for the whole run; add "
-            f"--max-restarts 3 or --keep-going, or leave out --spares"
+            f"--max-restarts 3 or --keep-going, or remove --spares"
         )
 
 
@@ -270,27 +271,27 @@ def _check_keep_going(args: argparse.Namespace, command: Sequence[str]) -> None:
     if args.per_node:
         raise LaunchError(
             "--keep-going replaces lost ranks, but --per-node starts a command without ranks; "
-            "leave out one of the two"
+            "remove one of the two"
         )
     if "--forward-backward-disaggregating" in command:
         raise LaunchError(
-            "--keep-going and --forward-backward-disaggregating: a rank in reserve cannot take "
-            "over a role; use --max-restarts 3 instead of --keep-going"
+            "--keep-going does not support --forward-backward-disaggregating: a reserve rank "
+            "cannot take over a role; use --max-restarts 3 instead of --keep-going"
         )
     if flag_value(command, "--load") is None or flag_value(command, "--save") is None:
         raise LaunchError(
-            "--keep-going needs --save DIR --load DIR, from which the ranks load their state after "
-            "a loss; add them"
+            "--keep-going needs --save DIR --load DIR, so that the ranks can load their state "
+            "after a loss; add them"
         )
 
 
 def hosts_of(
     args: argparse.Namespace, nproc: int | None = None, alone: int | None = None
 ) -> tuple[tuple[hostfile.Host, ...], str | None]:
-    """Return the hosts that the flags select, and the id of their Slurm job, if any.
+    """Return the hosts that the flags select and the id of their Slurm job, if any.
 
-    Each host starts `nproc` processes or, by default, one process per slot. Without a hostfile and
-    without Slurm, this machine is the only host, and it has `alone` slots.
+    Each host starts `nproc` processes or, by default, one process per slot. Without a hostfile or
+    Slurm, this machine is the only host and has `alone` slots.
     """
     job = None
     if args.hostfile is not None:
@@ -308,7 +309,7 @@ def hosts_of(
 
 
 def _is_this_machine(name: str) -> bool:
-    """Return whether a name or address is this machine's, without resolving it."""
+    """Return whether a name or address belongs to this machine, without resolving it."""
     # A resolver may hang, or may resolve this machine's public name to another machine. Binding an
     # address proves nothing either, because ip_nonlocal_bind allows binding any address.
     if name in ("localhost", socket.gethostname()):

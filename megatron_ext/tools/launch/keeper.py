@@ -2,12 +2,12 @@
 
     python -m megatron_ext.tools.launch.keeper REPORT.json GRACE_S RESERVE COUNTS TORCHRUN_FLAGS ...
 
-RESERVE is the number of reserve ranks on all hosts, and COUNTS lists the number of ranks on each
-host. The keeper takes torchrun's flags and writes the same files. torchrun itself stops all ranks
-within a second of the first loss. So does nvidia-resiliency-ext's `ft_launcher` since release 0.6,
-which dropped the policy that tolerated losses. The ranks restart themselves, inside their processes
-(`megatron_ext/training/survival.py`). The keeper on the first host hosts the stores in which the
-ranks rendezvous, so that the job can lose any rank. The other keepers report their losses to it
+RESERVE is the total number of reserve ranks, and COUNTS lists the number of ranks on each host. The
+keeper accepts torchrun's flags and writes the same files. torchrun itself stops all ranks within a
+second of the first loss. So does nvidia-resiliency-ext's `ft_launcher` since release 0.6, which
+dropped the policy that tolerated losses. The ranks restart themselves within their processes
+(`megatron_ext/training/survival.py`). The first host's keeper hosts the stores that the ranks use
+to rendezvous, so that the job can lose any rank. The other keepers report their losses to it
 (`megatron_ext/tools/launch/board.py`).
 """
 
@@ -33,11 +33,11 @@ from megatron_ext.tools.launch.losses import Loss, Losses
 from megatron_ext.tools.launch.run_folder import RunFolder
 from megatron_ext.upstream import parent
 
-_STORES = {1: "the store of the ranks", 2: "the store of nvidia-resiliency-ext"}
-"""Distance from the master port, as chosen by Megatron and nvidia-resiliency-ext -> the store."""
+_STORES = {1: "the ranks' store", 2: "nvidia-resiliency-ext's store"}
+"""Offset from the master port, as chosen by Megatron and nvidia-resiliency-ext -> the store."""
 _STORE_TIMEOUT_S = 300.0
 _TURN_S = 0.5
-"""How often notes from other hosts are read. A rank that exits starts a turn immediately."""
+"""How often notes from other hosts are read. A rank that exits triggers a turn immediately."""
 _LAST_NOTES_S = 10.0
 """How long the first host waits for the others to finish, after the grace period."""
 _STEP = re.compile(rb"\biteration +\d+/ *\d+ \|")
@@ -49,7 +49,7 @@ _RESTART = re.compile(
 
 
 class Rank:
-    """A rank on this host, and the thread that reads its output."""
+    """A rank on this host and the thread that reads its output."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Rank:
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             parent.STARTED_RANK: str(rank),
-            # The rank writes its cause there (`upstream/cause.py`).
+            # The rank writes its cause here (`upstream/cause.py`).
             "TORCHELASTIC_ERROR_FILE": str(log_dir / "error.json"),
         }
         self.process = subprocess.Popen(
@@ -81,13 +81,13 @@ class Rank:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment,
-            # `end_children` signals the process group, which must contain only this rank's
-            # processes.
+            # `end_children` signals the process group, which must only contain this
+            # rank's processes.
             start_new_session=True,
         )
 
     def follow(self, board: FirstBoard | OtherBoard) -> None:
-        """Write every line from the rank to its log, and show it if required, until it exits."""
+        """Write the rank's output to its log, and show it if requested, until the rank exits."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             # Keep reading even if the disk is full, because otherwise the rank would block on a
@@ -103,17 +103,17 @@ class Rank:
         self._log.close()
 
     def end_children(self) -> None:
-        """Stop the processes that a lost rank has started, such as checkpoint writers.
+        """Stop the processes that a lost rank started, such as checkpoint writers.
 
         NVRx's monitor runs in a different session, so it survives and can report the loss.
         """
-        # Use SIGTERM, which Python's resource trackers ignore. They remove semaphores and shared
-        # memory once the other processes have exited.
+        # Use SIGTERM, which Python's resource trackers ignore: they remove semaphores
+        # and shared memory once the other processes have exited.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
 
 
-# All ranks' threads write to the same stream; the lock keeps their lines whole.
+# All ranks' threads write to the same stream; the lock keeps lines intact.
 _OUTPUT = threading.Lock()
 
 
@@ -145,7 +145,7 @@ def _parsed(words: list[str]) -> argparse.Namespace:
 
 
 def _hosted_stores(args: argparse.Namespace) -> list[Any]:
-    """Return the stores that rank 0 usually hosts and that would be lost with rank 0."""
+    """Return the stores that rank 0 usually hosts, which would be lost with rank 0."""
     from torch._C._distributed_c10d import TCPStore
 
     stores = []
@@ -161,8 +161,8 @@ def _hosted_stores(args: argparse.Namespace) -> list[Any]:
             )
         except RuntimeError as error:
             raise SystemExit(
-                f"port {port} for the store ({purpose}) cannot be used: {error}; give another "
-                "--master-port, with two free ports after it"
+                f"port {port} ({purpose}) cannot be used: {error}; choose another "
+                "--master-port that is followed by two free ports"
             ) from error
         stores.append(store)
     return stores
@@ -203,7 +203,7 @@ class Keeper:
             # Each item has the form RANK:STREAMS.
             if item:
                 shown.add(int(item.partition(":")[0]))
-        # torchrun sets these variables for its ranks, except for the last four.
+        # torchrun sets these variables for its ranks, except the last four.
         os.environ.update(
             {
                 "WORLD_SIZE": str(sum(counts)),
@@ -216,7 +216,8 @@ class Keeper:
                 "GROUP_RANK": str(args.node_rank),
                 parent.HOSTED_STORES: "1",
                 parent.RANKS_MET: str(ranks_met),
-                # Ranks exit with this process, even if a user has started it without an agent.
+                # Ranks exit with this process, even if a user started it without an
+                # agent.
                 parent.AGENT_PID: os.environ.get(parent.AGENT_PID, str(os.getpid())),
                 # Hides torch's warnings about store time-outs, which NVRx uses deliberately.
                 "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "error"),
@@ -230,7 +231,7 @@ class Keeper:
             signal.signal(number, self._stop)
         signal.signal(signal.SIGCHLD, self._wake)
         command = [sys.executable, "-u", "-m", *args.command]
-        # The same layout as torchrun's, in which the agent looks for the logs and causes.
+        # Use torchrun's layout, which the agent expects for logs and causes.
         folder = Path(args.log_dir) / "kept" / "attempt_0"
         first_rank = sum(counts[: args.node_rank])
         self._ranks = [
@@ -245,9 +246,9 @@ class Keeper:
         ]
 
     def run(self) -> Loss | None:
-        """Wait for the ranks, and return the loss that stopped the job if this host must report it.
+        """Wait for the ranks; return the loss that stopped the job if this host must report it.
 
-        The first host waits for the ranks on all hosts, because they rendezvous in its stores.
+        The first host waits for the ranks on all hosts, because they rendezvous through its stores.
 
         Raises:
             FirstHostLost: The keeper on the first host does not answer; the ranks have exited.
@@ -272,9 +273,10 @@ class Keeper:
         return self._reported_end()
 
     def _watch(self) -> None:
-        """Wait until no more ranks are running, or until the ranks had to be stopped."""
+        """Wait until no ranks are running anymore or the ranks had to be stopped."""
         while True:
-            # Clear this before polling the ranks, so that a rank that exits later starts a turn.
+            # Clear this before polling the ranks, so that a rank that exits later
+            # triggers a turn.
             self._signaled.clear()
             # Check this before recording losses. If a rank exits in between, the next turn records
             # its loss.
@@ -312,7 +314,7 @@ class Keeper:
             return fatal if is_lost_here else None
         if fatal is None:
             return None
-        # Serve the stores for as long as other hosts may use them.
+        # Keep serving the stores as long as other hosts may use them.
         deadline = time.monotonic() + self._grace_s + _LAST_NOTES_S
         while board.is_needed and time.monotonic() < deadline:
             board.take_turn()
@@ -354,7 +356,7 @@ class Keeper:
 
 
 def main() -> int:
-    """Run the ranks; return 0 if enough of them finished, or else the fatal loss's exit code."""
+    """Run the ranks; return 0 if enough of them finished, otherwise the fatal loss's exit code."""
     report = Path(sys.argv[1])
     grace_s = float(sys.argv[2])
     reserve = int(sys.argv[3])
@@ -373,12 +375,12 @@ def main() -> int:
     try:
         fatal_loss = Keeper(args, board, grace_s, counts, ranks_met).run()
     except FirstHostLost as error:
-        sys.stderr.write(f"the keeper of the first host does not answer: {error}\n")
+        sys.stderr.write(f"the first host's keeper does not answer: {error}\n")
         return 1
     del stores  # the ranks need them up to this point
     if fatal_loss is None:
         return 0
-    # Report the loss in the format of `elastic`, which the agent reads. Errors that the job has
+    # Report the loss in `elastic`'s format, which the agent reads. Errors that the job
     # survived do not explain why it ended.
     failure = {
         "stopped": [],

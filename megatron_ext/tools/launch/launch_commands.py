@@ -29,7 +29,7 @@ def _number(convert: Callable[[str], Any], first: int, last: float, rule: str) -
 
 def whole_number(first: int, last: int) -> Any:
     """Return an argparse converter for a whole number in a range."""
-    return _number(int, first, last, f"from {first} to {last}")
+    return _number(int, first, last, f"between {first} and {last}")
 
 
 _count = whole_number(1, 10**9 - 1)
@@ -46,7 +46,7 @@ def _assignment(text: str) -> tuple[str, str]:
         return name, value
     if name not in os.environ:
         raise argparse.ArgumentTypeError(
-            f"{name} is not set here; export it, or give {name}=VALUE"
+            f"{name} is not set here; export it, or pass {name}=VALUE"
         )
     # Take the value from the environment, so that secrets need not appear on the command line.
     return name, os.environ[name]
@@ -57,7 +57,9 @@ def _program(text: str) -> tuple[str, ...]:
 
     words = split_words(text, "--ssh-cmd")
     if not words:
-        raise argparse.ArgumentTypeError("it is empty; give a program, such as ssh")
+        raise argparse.ArgumentTypeError(
+            "must not be empty; set a program, such as ssh"
+        )
     return words
 
 
@@ -73,11 +75,11 @@ def add_subcommands(subparsers: Any) -> None:
     """Register `launch` and the commands for its jobs: stop, status, logs."""
     parser = subparsers.add_parser(
         "launch",
-        help="start a training job, on this machine or on the hosts of a hostfile",
+        help="start a training job on this machine or on the hosts in a hostfile",
         usage="megatron-ext launch [--hostfile FILE | --slurm OPTIONS] [options] -- SCRIPT.py "
         "FLAGS...",
         description="Start torchrun on this machine, or on every host through ssh or Slurm's "
-        "srun, show the logs, and stop the job on all hosts as soon as one part of it fails or "
+        "srun; show the logs; and stop the job on all hosts as soon as any part of it fails or "
         "Ctrl-C is pressed.",
     )
     add_hosts(parser)
@@ -85,14 +87,14 @@ def add_subcommands(subparsers: Any) -> None:
     add(
         "--per-node",
         action="store_true",
-        help="run a command once on each host, without torchrun, for set-up or inspection",
+        help="run a command once on each host, without torchrun, for setup or inspection",
     )
     add(
         "--max-restarts",
         type=whole_number(0, 10**9),
         default=0,
         metavar="N",
-        help="start again after a failure, at most N times within the window (default: 0)",
+        help="restart after a failure, at most N times within the window (default: 0)",
     )
     add(
         "--restart-window",
@@ -106,50 +108,54 @@ def add_subcommands(subparsers: Any) -> None:
         type=whole_number(0, 10**9),
         default=0,
         metavar="K",
-        help="keep the last K hosts as spares, which replace unusable hosts in a restart; with "
-        "--keep-going, all of their ranks are in reserve",
+        help="keep the last K hosts as spares, which replace unusable hosts on a restart; with "
+        "--keep-going, all of their ranks are reserve ranks",
     )
     add(
         "--keep-going",
         action="store_true",
-        help="continue after the loss of a rank, in the same processes, with a rank from the "
-        "reserve (needs nvidia-resiliency-ext: pip install 'megatron-ext[resilience]')",
+        help="after the loss of a rank, continue in the same processes with a reserve rank "
+        "(needs nvidia-resiliency-ext: pip install 'megatron-ext[resilience]')",
     )
     add(
         "--reserve",
         type=whole_number(1, 1024),
         metavar="N",
-        help="number of extra ranks on the last training host that wait to replace lost ones, with "
-        "--keep-going (default: 1, or 0 with --spares)",
+        help="with --keep-going: number of extra ranks on the last training host, ready to replace "
+        "lost ranks (default: 1, or 0 with --spares)",
     )
-    add("--run-id", metavar="ID", help="name of this run (default: the time)")
+    add(
+        "--run-id",
+        metavar="ID",
+        help="name of this run (default: derived from the time)",
+    )
     add = parser.add_argument_group("output").add_argument
     add(
         "--dry-run",
         action="store_true",
-        help="print the command of each host without running it",
+        help="print each host's command without running it",
     )
     add(
         "--raw",
         action="store_true",
-        help="show every line that the ranks print (default for Megatron's scripts, pretrain_*.py: "
-        "a short line for each phase of the start and each logged step, and the errors)",
+        help="show every line that the ranks print (default for Megatron's pretrain_*.py scripts: "
+        "a short line per startup phase and logged step, and any errors)",
     )
     add(
         "--show",
         default="0,last",
         metavar="RANKS",
-        help="ranks whose output to show: all, or a list such as 0,3,last (default: 0,last); the "
+        help="ranks whose output is shown: all, or a list such as 0,3,last (default: 0,last); the "
         "hosts keep the full logs",
     )
-    # All words after the options, usually with `--` in front.
+    # All words after the options, usually preceded by `--`.
     parser.add_argument(
         "command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
     )
     parser.set_defaults(run=_run)
     for name, text in (
         ("stop", "stop a running job"),
-        ("status", "show a job's state, and its processes and logs on each host"),
+        ("status", "show a job's state and its processes and logs on each host"),
         ("logs", "show the last lines of a job's logs"),
     ):
         parser = subparsers.add_parser(
@@ -159,7 +165,7 @@ def add_subcommands(subparsers: Any) -> None:
         add(
             "run_id",
             metavar="RUN_ID",
-            help="the id that launch printed, or Slurm's job id",
+            help="the id that launch printed, or the Slurm job id",
         )
         add_programs(add)
         add(
@@ -167,21 +173,21 @@ def add_subcommands(subparsers: Any) -> None:
             type=_seconds,
             default=60.0,
             metavar="S",
-            help="seconds for each host to answer (default: 60)",
+            help="seconds to wait for each host's answer (default: 60)",
         )
         if name == "stop":
             add(
                 "--grace",
                 type=_seconds,
                 metavar="S",
-                help="seconds before the job is killed, if less than the --grace of its launch",
+                help="seconds before the job is killed, if less than launch's --grace",
             )
         if name == "logs":
             add(
                 "--rank",
                 type=int,
                 metavar="R",
-                help="rank whose log to show (default: torchrun's own log)",
+                help="rank whose log is shown (default: torchrun's own log)",
             )
             add(
                 "--lines",
@@ -197,15 +203,15 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Add the flags that select the hosts and define how to reach them."""
     add = parser.add_argument_group("hosts").add_argument
     add("--hostfile", type=Path, metavar="FILE", help="a file with one host per line")
-    add("--include", metavar="HOST@...", help="only these hosts")
-    add("--exclude", metavar="HOST@...", help="not these hosts")
+    add("--include", metavar="HOST@...", help="use only these hosts")
+    add("--exclude", metavar="HOST@...", help="do not use these hosts")
     add_programs(add)
     add(
         "--preflight-timeout",
         type=_seconds,
         default=30.0,
         metavar="S",
-        help="seconds for all hosts to answer (default: 30)",
+        help="seconds to wait for all hosts' answers (default: 30)",
     )
 
 
@@ -215,20 +221,20 @@ def add_job(parser: argparse.ArgumentParser) -> Callable[..., Any]:
     add(
         "--slurm",
         metavar="OPTIONS",
-        help="submit the job to Slurm with these options of sbatch, such as '--nodes 2'; inside an "
+        help="submit the job to Slurm with these sbatch options, such as '--nodes 2'; inside an "
         "allocation, neither this nor a hostfile is needed",
     )
     add(
         "--nproc",
         type=whole_number(1, 1024),
         metavar="N",
-        help="processes on each host (default: its slots or devices; on one machine without "
-        "devices, as many as the flags need)",
+        help="processes per host (default: its slots or devices; on a single machine without "
+        "devices, as many as the flags require)",
     )
     add(
         "--allow-uneven",
         action="store_true",
-        help="allow different numbers of processes on the hosts",
+        help="allow hosts to run different numbers of processes",
     )
     add(
         "--num-microbatches",
@@ -240,7 +246,7 @@ def add_job(parser: argparse.ArgumentParser) -> Callable[..., Any]:
         "--master-port",
         type=whole_number(1, 65535),
         metavar="P",
-        help="port at which the ranks meet (default: a free port)",
+        help="port for the ranks' rendezvous (default: a free port)",
     )
     add(
         "--env",
@@ -249,7 +255,7 @@ def add_job(parser: argparse.ArgumentParser) -> Callable[..., Any]:
         default=[],
         metavar="NAME[=VALUE]",
         help="an environment variable for all processes; NAME alone passes on its current value "
-        "without showing it; may be repeated",
+        "without showing it; can be repeated",
     )
     add(
         "--grace",
@@ -281,7 +287,7 @@ def add_programs(add: Callable[..., Any]) -> None:
         "--python",
         default=sys.executable,
         metavar="PATH",
-        help="path of Python on the hosts (default: the path of this Python)",
+        help="path to Python on the hosts (default: the path to this Python)",
     )
 
 

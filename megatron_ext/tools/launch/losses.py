@@ -1,4 +1,4 @@
-"""Records and reports the ranks that a job has lost while it kept running."""
+"""Records and reports the ranks that a job loses while it keeps running."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Loss:
     """Time from the loss to the first step after a restart, or None if there has been no such step
     yet."""
     is_early: bool = False
-    """Whether the rank was lost before all ranks had met, at which point no rank can replace it."""
+    """Whether the rank was lost before all ranks had met, in which case no rank can replace it."""
 
 
 def loss_in_words(loss: Json) -> str:
-    """Return a description of when and how a rank was lost, and how much time the loss cost."""
+    """Return a description of when and how a rank was lost and how much time the loss cost."""
     clock = time.strftime("%H:%M:%S", time.localtime(loss["at"]))
     cost = "no step since"
     if loss["back_after_s"] is not None:
@@ -67,22 +67,22 @@ class Losses:
     """Prints a line as part of a rank's output."""
     items: list[Loss] = field(default_factory=list)
     _num_replaced: int = 0
-    """Number of lost ranks that the last restart left out. These ranks come first in `items`."""
+    """Number of lost ranks that the last restart excluded. These ranks come first in `items`."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def fatal(self) -> Loss | None:
         """The loss that stops the job, or None if the job continues."""
-        # After such a loss, a replacement would fail in the same way, or would find no other ranks
-        # to meet.
+        # After such a loss, a replacement would fail in the same way or find no other
+        # ranks to meet.
         for loss in self.items:
             if loss.exit_code == _USER_ERROR or loss.is_early:
                 return loss
         if len(self.items) <= self.reserve:
             return None
         for loss in self.items:
-            # Training has recovered from the losses that have a recovery time, so they did not stop
-            # the job.
+            # Training has recovered from losses that have a recovery time, so they did
+            # not stop the job.
             if loss.back_after_s is None:
                 return loss
         # Training has recovered from every loss, so the reserve ran out with the last one.
@@ -90,7 +90,7 @@ class Losses:
 
     @property
     def survived(self) -> list[int]:
-        """The lost ranks without which training has continued."""
+        """The lost ranks that training has continued without."""
         fatal = self.fatal
         ranks = []
         for loss in self.items:
@@ -126,10 +126,11 @@ class Losses:
 
     def note_step(self) -> None:
         """Record a step. The first step after a restart ends the recovery from its losses."""
-        # Count only losses of ranks that a restart has left out. A step right after a loss does not
-        # show that the job has recovered: the ranks may be completing a step already in progress,
-        # and losing a reserve rank does not interrupt any step. The order of loss and restart does
-        # not show it either: if a rank fails, the other ranks may restart before its process exits.
+        # Count only losses of ranks that a restart has excluded. A step right after a
+        # loss does not mean that the job has recovered: the ranks may be completing a
+        # step already in progress, and losing a reserve rank does not interrupt any
+        # step. Nor does the order of loss and restart: if a rank fails, the other ranks
+        # may restart before its process exits.
         now = time.time()
         with self._lock:
             replaced = self.items[: self._num_replaced]

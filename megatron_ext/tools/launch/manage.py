@@ -24,8 +24,8 @@ from megatron_ext.tools.launch.plan import JobPlan
 def manage(args: argparse.Namespace) -> int:
     """Run `stop`, `status` or `logs`; return 1 if a host does not answer or reports a failure.
 
-    The commands read the plan that `launch` wrote on this machine, and start an agent on each host,
-    which does the work.
+    The commands read the plan that `launch` wrote on this machine and start an agent on each host
+    to do the work.
     """
     run_id, command = runs.check_run_id(args.run_id), args.command
     plan = _reachable_plan(run_id, args)
@@ -42,19 +42,19 @@ def manage(args: argparse.Namespace) -> int:
         timeout_s += plan.grace_s
         if launcher is not None:
             with suppress(psutil.Error):
-                # The launcher stops the job in an orderly way and writes its result.
+                # The launcher shuts down the job cleanly and writes its result.
                 launcher.terminate()
                 launcher.wait(plan.grace_s + 5)
-        # Ask the agents even if the launcher has stopped the job, because some processes may be
-        # left.
+        # Ask the agents even if the launcher has stopped the job, because some
+        # processes may be left over.
     elif command == "status":
         print(_state_of(run_id, launcher))
     else:
         plan, local_rank = _of_rank(plan, args.rank)
         details = {"lines": args.lines, "local_rank": local_rank}
     if plan.slurm_job is not None:
-        # srun starts nothing in a Slurm job that has finished. By then, only files are left. The
-        # hosts share these files with this machine, so read them here.
+        # srun cannot start anything in a finished Slurm job. By then, only files are
+        # left. The hosts share these files with this machine, so read them here.
         is_over = slurm.state(plan.slurm_job) != "RUNNING"
         plan = replace(
             plan, hosts=tuple(replace(host, local=is_over) for host in plan.hosts)
@@ -67,7 +67,7 @@ def manage(args: argparse.Namespace) -> int:
         and slurm.state(plan.slurm_job) != "RUNNING"
     ):
         # The allocation may end together with the launcher, which cuts off the hosts' answers.
-        print(f"Slurm's job {plan.slurm_job} has ended")
+        print(f"Slurm job {plan.slurm_job} has ended")
         return 0
     return _print_answers(plan, answers, is_output=command == "logs")
 
@@ -81,8 +81,8 @@ def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
         and (state := slurm.state(run_id)) is not None
     ):
         raise LaunchError(
-            f"Slurm's job {run_id} is {state} and has started nothing yet; wait for it, or cancel "
-            f"it with `scancel {run_id}`"
+            f"Slurm job {run_id} is {state} and has not started anything yet; wait for it, or "
+            f"cancel it with `scancel {run_id}`"
         )
     plan = _plan_of(record, run_id)
     reached_by = plan.flags_to_reach()
@@ -98,7 +98,7 @@ def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
 
 
 def _of_rank(plan: JobPlan, rank: int | None) -> tuple[JobPlan, int | None]:
-    """Return the plan reduced to one rank's host, and the local rank, or None for all hosts."""
+    """Return the plan reduced to one rank's host and the local rank, or the whole plan and None."""
     if rank is None:
         return plan, None
     if not 0 <= rank < plan.num_started:

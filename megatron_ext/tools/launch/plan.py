@@ -1,6 +1,6 @@
-"""Turns hosts and options into one command per host, in pure functions.
+"""Pure functions that turn hosts and options into one command per host.
 
-It derives the world size, data-parallel size, batch size and addresses, so users need not give
+The world size, data-parallel size, batch size and addresses are derived, so users need not set
 them.
 """
 
@@ -40,17 +40,18 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - r
 
 
 def flag_value(flags: Sequence[str], name: str) -> str | None:
-    """Return the last value of a flag in a command line, or None."""
+    """Return the last value of a flag on a command line, or None."""
     # Parse only this flag, because only Megatron's parser can handle all flags, and it runs
     # elsewhere.
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    # With `nargs="?"`, a missing value is not an error here, because Megatron's parser reports it.
+    # With `nargs="?"`, a missing value is not an error here; Megatron's parser reports
+    # it.
     parser.add_argument(name, dest="value", nargs="?")
     value: str | None = parser.parse_known_args(flags)[0].value
     return value
 
 
-# Sizes that the launcher needs, under the names of Megatron's arguments.
+# Sizes that the launcher needs, named after Megatron's arguments.
 _SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size",
@@ -61,7 +62,7 @@ def _sizes_of(flags: Sequence[str]) -> JobSizes:
     settings: dict[str, object] = {}
     for dest in _SIZES:
         text = flag_value(flags, f"--{dest.replace('_', '-')}")
-        # Pass on text that is not a number; `JobSizes` raises an error that names the flag.
+        # Pass non-numeric text through; `JobSizes` raises an error that names the flag.
         if text:
             settings[dest] = int(text) if text.isascii() and text.isdigit() else text
     try:
@@ -112,7 +113,7 @@ class Parallel:
         return cls(tensor, pipeline, context, forward, replica, smallest)
 
     def data_parallel(self, world_size: int) -> int:
-        """Return the number of model replicas on this number of ranks.
+        """Return the number of model replicas that this many ranks form.
 
         Raises:
             LaunchError: The ranks do not divide evenly into replicas.
@@ -135,32 +136,32 @@ class JobPlan:
     """The hosts. Their `slots` are the process counts; None means that the host has yet to count
     its devices."""
     command: tuple[str, ...]
-    """The script and its flags, or any command with `per_node`."""
+    """The script and its flags or, with `per_node`, any command."""
     workdir: str
     python: str
     env: Mapping[str, str] = field(default_factory=dict)
     master_port: int | None = None
     """None: a free port, chosen on the first host."""
     num_microbatches: int | None = None
-    """None: the flags set the batch."""
+    """None: the flags set the batch size."""
     reserve: int | None = None
     """Number of reserve ranks on the last training host, if the job continues after losing a rank;
     None: the job stops."""
     num_reserve_hosts: int = 0
-    """Number of hosts, at the end of the list, that run only reserve ranks."""
+    """Number of hosts, at the end of the list, that only run reserve ranks."""
     allow_uneven: bool = False
     per_node: bool = False
     """Run the command once on each host, without torchrun."""
     log_root: str | None = None
     grace_s: float = 5.0
     """Grace period in seconds. After a failure, a job stops within about twice this time, because
-    the ranks on the same host are stopped first, and then the ranks on other hosts."""
+    the ranks on the same host are stopped first, then those on other hosts."""
     silence_s: float = 60.0
     """Seconds without messages after which the launcher and an agent consider each other lost."""
     ssh: tuple[str, ...] = ("ssh",)
     """The ssh program, with the user's options (`--ssh-cmd`)."""
     slurm_job: str | None = None
-    """The Slurm job whose allocation runs the job, where srun replaces ssh."""
+    """The Slurm job whose allocation this job runs in. srun then replaces ssh."""
 
     @property
     def training_hosts(self) -> tuple[Host, ...]:
@@ -188,13 +189,14 @@ class JobPlan:
         return (*requested_flags(self.env), *self.command[1:])
 
     def first_rank(self, index: int) -> int:
-        """Return the global rank for a host's first process."""
+        """Return the global rank of a host's first process."""
         return sum(self._num_ranks_by_host()[:index])
 
     def _num_ranks_by_host(self) -> list[int]:
         """Return the number of processes on each host, including reserve ranks."""
         counts = [host.slots or 0 for host in self.hosts]
-        # nvidia-resiliency-ext expects the reserve ranks after all training ranks.
+        # nvidia-resiliency-ext expects the reserve ranks to come after all training
+        # ranks.
         counts[len(self.training_hosts) - 1] += self.reserve or 0
         return counts
 
@@ -213,30 +215,30 @@ class JobPlan:
             shown = ", ".join(f"{host.name} {host.slots or 0}" for host in self.hosts)
             raise LaunchError(
                 f"the hosts have different numbers of processes ({shown}); give them equal slots, "
-                f"--nproc N, or --allow-uneven"
+                f"or use --nproc N or --allow-uneven"
             )
         for host in self.hosts:
             if host.address in _LOOPBACK:
                 raise LaunchError(
-                    f"{host.name}: the other hosts cannot reach it by this name; give its "
+                    f"{host.name}: the other hosts cannot reach it by this name; set its "
                     f"address with addr=IP in the hostfile"
                 )
 
     def completed(self, devices: Sequence[int] | None = None) -> JobPlan:
-        """Return the plan with all process counts, and with the flags that follow from the hosts.
+        """Return the plan with all process counts and the flags that follow from the hosts.
 
-        These flags are `--global-batch-size` if the user gave the number of micro-batches,
+        These flags are `--global-batch-size` if the user set the number of micro-batches,
         `--node-ips` if the script requests a transport that needs addresses, and the flags for
-        restarts within processes. `devices` contains the counts reported by the hosts, or is None
-        if every host has slots.
+        in-process restarts. `devices` contains the counts reported by the hosts, or is None if
+        every host has slots.
         """
         hosts = []
         counts = devices or [0] * len(self.hosts)
-        # Slots given by the user take precedence over the number of devices.
+        # Slots set by the user take precedence over the number of devices.
         for host, count in zip(self.hosts, counts, strict=True):
             if not host.slots and not count:
                 raise LaunchError(
-                    f"{host.name}: no devices were found there; give the number of processes "
+                    f"{host.name}: no devices were found there; set the number of processes "
                     f"with slots=N in the hostfile or --nproc N"
                 )
             hosts.append(replace(host, slots=host.slots or count))
@@ -248,21 +250,22 @@ class JobPlan:
         return replace(plan, command=(*plan.command, *flags))
 
     def _batch_flag(self) -> list[str]:
-        """Return `--global-batch-size` if the user gave the number of micro-batches."""
-        # Even if the flags set the batch, this rejects ranks that cannot be divided into replicas.
+        """Return `--global-batch-size` if the user set the number of micro-batches."""
+        # Even if the flags set the batch size, this rejects ranks that cannot be
+        # divided into replicas.
         num_replicas = Parallel.of(self.flags).data_parallel(self.world_size)
         if self.num_microbatches is None:
             return []
         if flag_value(self.flags, "--global-batch-size") is not None:
             raise LaunchError(
-                "--num-microbatches and --global-batch-size are both given, but one determines "
-                "the other; leave one out"
+                "--num-microbatches and --global-batch-size are both set, but one determines "
+                "the other; remove one"
             )
         micro_batch_size = _sizes_of(self.flags).micro_batch_size
         if micro_batch_size is None:
             micro_batch_size = 1
         if micro_batch_size == 0:
-            raise LaunchError("--micro-batch-size is 0; give it a value of at least 1")
+            raise LaunchError("--micro-batch-size is 0; set it to at least 1")
         global_batch_size = self.num_microbatches * micro_batch_size * num_replicas
         return ["--global-batch-size", str(global_batch_size)]
 
@@ -277,7 +280,8 @@ class JobPlan:
         if self.reserve is not None:
             # Ranks may be renumbered across hosts, so each keeper gives its ranks their address.
             return []
-        # Give one address per host, or one per rank if the hosts have different numbers of ranks.
+        # Use one address per host, or one per rank if the hosts have different numbers
+        # of ranks.
         is_even = len({host.slots for host in self.hosts}) == 1
         addresses = []
         for host in self.hosts:
@@ -286,7 +290,7 @@ class JobPlan:
         return ["--node-ips", *addresses]
 
     def _restart_flags(self) -> list[str]:
-        """Return the flags that in-process restarts need, except those that the user has given."""
+        """Return the flags that in-process restarts need, except those that the user has set."""
         if self.reserve is None:
             return []
         restart_flags = {
@@ -300,14 +304,15 @@ class JobPlan:
         }
         restart_flags |= self._hang_timeouts()
         if len(self.hosts) > 1:
-            # If a host dies, no process reports that its ranks are lost. The other hosts notice
-            # only that heartbeats are missing.
+            # If a host dies, no process reports that its ranks are lost. The other
+            # hosts only notice missing heartbeats.
             restart_flags |= {
                 "--inprocess-heartbeat-interval": "2",
                 "--inprocess-heartbeat-timeout": "20",
             }
         flags = [] if "--inprocess-restart" in self.flags else ["--inprocess-restart"]
-        # Save a local checkpoint in each step, so that a restart repeats at most one step.
+        # Save a local checkpoint at every step, so that a restart repeats at most one
+        # step.
         if flag_value(self.flags, "--non-persistent-ckpt-type") is None:
             root = self.log_root or runs_root()
             restart_flags |= {
@@ -343,9 +348,9 @@ class JobPlan:
                 num_copies += 1
         if len(counts) > 1 or self.world_size % (distance * num_copies):
             raise LaunchError(
-                f"--keep-going saves the tensors of each rank twice, which needs equal numbers of "
-                f"processes on the training hosts, but there are {self.world_size} on "
-                f"{num_hosts}; give equal slots, or use --non-persistent-ckpt-type global"
+                f"--keep-going saves each rank's tensors twice, which requires the same number of "
+                f"processes on every training host, but there are {self.world_size} on "
+                f"{num_hosts}; set equal slots, or use --non-persistent-ckpt-type global"
             )
         return {
             "--replication-jump": str(distance),
@@ -373,10 +378,10 @@ class JobPlan:
         }
 
     def log_folder(self, index: int) -> str:
-        """Return the folder for a host's logs from this run, if all hosts have the same home."""
+        """Return a host's log folder for this run, assuming the same home folder on all hosts."""
         host = self.hosts[index]
         root = self.log_root or runs_root()
-        # The agent names its folder in the same way (`agent.main`).
+        # The agent names its folder the same way (`agent.main`).
         name = re.sub(r"[^A-Za-z0-9._-]", "_", host.name)
         return f"{root}/{self.run_id}/{host.number:03d}-{name}"
 
@@ -404,8 +409,8 @@ class JobPlan:
         return [
             "--nnodes", str(len(self.hosts)), "--node-rank", str(index),
             "--nproc-per-node", str(self._num_ranks_by_host()[index]),
-            # Restarts are left to the launcher, because torchrun cannot use spare hosts on which no
-            # agent is running.
+            # Restarts are left to the launcher, because torchrun cannot use spare hosts
+            # that are not running an agent.
             "--master-addr", master, "--master-port", str(port), "--max-restarts", "0", *options,
             "-m", "megatron_ext", *self.command,
         ]  # fmt: skip
@@ -422,8 +427,8 @@ class JobPlan:
             return list(self.command)
         logs = hello["log_dir"]
         options = []
-        # By default, torchrun resolves the host's name, perhaps to an address that others cannot
-        # reach.
+        # By default, torchrun resolves the host's name, perhaps to an address that
+        # other hosts cannot reach.
         if "address" in hello:
             options += ["--local-addr", hello["address"]]
         options += [
@@ -435,14 +440,15 @@ class JobPlan:
             "3",
         ]
         if show:
-            # torchrun writes files for all ranks and forwards the output of these ranks; 3 means
-            # both streams.
+            # torchrun writes files for all ranks and forwards the output of the listed
+            # ranks; 3 means both streams.
             options += ["--tee", ",".join(f"{rank}:3" for rank in show)]
         report = [f"{logs}/failure.json", f"{self.grace_s:g}"]
         starter = [self.python, "-m", "megatron_ext.tools.launch.elastic", *report]
         if self.reserve is not None:
             starter = self._keeper_words(*report)
-            # The keeper tells its ranks this address. argparse uses the last `--local-addr`.
+            # The keeper passes this address to its ranks. argparse uses the last
+            # `--local-addr`.
             if self.hosts[index].rdma:
                 options += ["--local-addr", self.hosts[index].rdma[0]]
         return [*starter, *self._torchrun_words(index, port, *options)]
@@ -458,7 +464,8 @@ class JobPlan:
         if len(self.hosts) > 1 and not self.per_node:
             # The agent determines its own address from the route to any other host.
             peer = self.hosts[0].address if index else self.hosts[1].address
-        # Send only the script to be checked. The agent gets the whole command when the job starts.
+        # Send only the script, which the agent checks. The whole command follows when
+        # the job starts.
         shared = replace(
             self, hosts=(), command=self.command[:1], env=self.environment(index)
         )
@@ -472,7 +479,7 @@ class JobPlan:
 
     def record(self) -> Json:
         """Return the data that `stop`, `status` and `logs` need, as JSON."""
-        # The record is stored on disk, so leave out variables whose values may be secrets.
+        # The record is stored on disk, so omit variables whose values may be secrets.
         hosts = tuple(replace(host, env=()) for host in self.hosts)
         return asdict(replace(self, env={}, hosts=hosts))
 
@@ -503,7 +510,7 @@ class JobPlan:
     def dry_run(self) -> str:
         """Return the command for each host, which users can run by hand without ssh.
 
-        The command reads possible secrets from the shell in which it runs.
+        The command reads possible secrets from the shell that runs it.
         """
         parts = []
         for index, host in enumerate(self.hosts):
@@ -555,8 +562,8 @@ class JobPlan:
 
 def _assignment(name: str, value: str) -> str:
     """Return a bash variable assignment, without the value if it may be a secret."""
-    # Any of the user's variables may be a password. A library's variable counts as one only if its
-    # name suggests that.
+    # Any user variable may be a password. A library's variable is treated as one only
+    # if its name suggests it.
     if name.startswith(FORWARDED) and not _SECRET.search(name):
         return f"{name}={_quoted(value)}"
     # ${NAME?} makes bash stop with an error that names the variable if it is not set.
@@ -567,7 +574,7 @@ def _quoted(word: str) -> str:
     """Return a word quoted for bash, with visible escapes for control characters."""
     if word.isprintable():
         return shlex.quote(word)
-    # Escape single bytes, because the bytes need not form valid text, and bash accepts such escapes
-    # in every locale.
+    # Escape individual bytes, because they need not form valid text and bash accepts
+    # such escapes in every locale.
     escaped = os.fsencode(word).decode("latin-1").encode("unicode_escape").decode()
     return "$'" + escaped.replace("'", r"\'") + "'"

@@ -2,9 +2,9 @@
 
 A run folder names the job's hosts and the launcher's process, so anyone who can write to the folder
 controls where `stop` connects and which process it kills. The folder may be on a shared disk, where
-other users can write. Therefore, this module rejects a folder that belongs to another user or that
-other users can write to, and it follows no links. It opens a folder once, and opens files relative
-to it, so that the folder that was checked is also the one that is used, even after a rename.
+other users can write. This module therefore rejects a folder that belongs to another user or that
+other users can write to, and never follows links. Each folder is opened once and files are opened
+relative to it, so that the folder that was checked is the one that is used, even after a rename.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class RunFolder:
-    """An open folder that belongs to this user, and that is closed at the end of a `with` block.
+    """An open folder that belongs to this user; a `with` block closes it at the end.
 
     `path` is the folder's name in messages. Methods take the names of files in the folder.
     """
@@ -98,7 +98,7 @@ class RunFolder:
             ) as file:
                 content = file.read(MAX_JSON_BYTES + 1)
             if len(content) > MAX_JSON_BYTES:
-                raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
+                raise ValueError(f"it is larger than {MAX_JSON_BYTES >> 20} MiB")
             return parse_json(content.decode())
         except FileNotFoundError:
             return None
@@ -113,8 +113,8 @@ class RunFolder:
         Raises:
             OSError: The file cannot be written. The old content stays intact.
         """
-        # Write to another file and rename it, so that readers never see half a document. Its name
-        # is random, so that two writers never use the same file.
+        # Write to a temporary file and rename it, so that readers never see a partial
+        # document. Its name is random, so that two writers never use the same file.
         scratch = f".{name}.{secrets.token_hex(4)}"
         try:
             with self.create(scratch) as file:
@@ -128,10 +128,10 @@ class RunFolder:
             raise
 
     def create(self, name: str) -> BinaryIO:
-        """Create or empty a file that only this user can read, and open it for writing.
+        """Create or truncate a file that only this user can read, and open it for writing.
 
-        The file is unbuffered, because with a buffer, a full disk would raise an error only on
-        closing.
+        The file is unbuffered, because with a buffer, a full disk would not raise an error until
+        the file is closed.
 
         Raises:
             OSError: The file cannot be created, or is a link.
@@ -143,7 +143,7 @@ class RunFolder:
 
 
 def _open_below(parent: int, name: str, path: Path, flags: int) -> int:
-    """Open an entry of an open folder for reading; return its descriptor."""
+    """Open an entry in an open folder for reading; return its descriptor."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=parent)
     except OSError:
@@ -151,12 +151,13 @@ def _open_below(parent: int, name: str, path: Path, flags: int) -> int:
             mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
             if stat.S_ISLNK(mode):
                 raise LaunchError(
-                    f"{path} is a link, and run folders must not contain links; remove it, or use "
+                    f"{path} is a link, but run folders must not contain links; remove it, or use "
                     f"another --run-id"
                 ) from None
         raise
     try:
-        # Check the open descriptor instead of the path, which could be replaced in between.
+        # Check the open descriptor instead of the path, which could be replaced in the
+        # meantime.
         _require_private(os.fstat(descriptor), path)
     except BaseException:
         os.close(descriptor)
@@ -175,10 +176,10 @@ def _require_private(status: os.stat_result, path: Path) -> None:
     if status.st_uid != os.geteuid():
         raise LaunchError(
             f"{path} belongs to user {status.st_uid}, but you are user {os.geteuid()}; use another "
-            f"--run-id, or set MEGATRON_EXT_RUNS to a folder of yours"
+            f"--run-id, or set MEGATRON_EXT_RUNS to a folder that you own"
         )
     if status.st_mode & _OTHERS_MAY_WRITE:
         raise LaunchError(
             f"other users can write to {path} (mode {stat.S_IMODE(status.st_mode):o}); if you "
-            f"trust its content: chmod -R go-w {path}"
+            f"trust its content, run chmod -R go-w {path}"
         )

@@ -1,13 +1,13 @@
 """Runs by id: their files, the messages between launcher and agents, and their processes.
 
-The launcher and an agent exchange lines, each of which contains a mark and a JSON object. Login
-scripts and ssh may write to the same stream before the agent does, so lines without the mark are
-kept for error messages.
+The launcher and an agent exchange lines that each contain a mark and a JSON object. Login scripts
+and ssh may write to the same stream before the agent does, so lines without the mark are kept for
+error messages.
 
-A process is identified by its id *and* its start time, because the system reuses ids. psutil uses
-both within one process, and `record` makes this possible across processes. A run's processes have
-the run id in their environment. They cannot be found by process group, because torchrun makes each
-rank a group leader, nor by searching descendants once the agent has died.
+A process is identified by its id *and* its start time, because the system reuses ids. psutil checks
+both within one process, and `record` makes this possible across processes. A run's processes carry
+the run id in their environment. Searching by process group would not find them, because torchrun
+makes each rank a group leader; nor would searching descendants once the agent has died.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from megatron_ext.tools.launch.run_folder import RunFolder
 
 Json = dict[str, Any]
 RANK_MARK = b"\x1e"
-"""Precedes the rank in each line of output from a rank."""
+"""Precedes the rank number in every line that a rank prints."""
 STOPPED = "megatron-ext stop"
 """The reason that an agent reports if `megatron-ext stop` stopped its job."""
 KEEPER = "the keeper of the ranks"
 """The part that an agent reports as failed if the keeper was killed (`keeper.py`)."""
 _MARK = b"\x1emegatron-ext "
-# Environment variables in every process of a run: the run id, and the host's index.
+# Environment variables of every process in a run: the run id and the host's index.
 RUN_ID = "MEGATRON_EXT_RUN_ID"
 NODE = "MEGATRON_EXT_NODE"
 
 
 def encode(message: Json) -> bytes:
     """Return a message as one line."""
-    # JSON escapes line breaks and all characters beyond ASCII.
+    # JSON escapes line breaks and all non-ASCII characters.
     return _MARK + json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
@@ -73,10 +73,10 @@ def new_run_id() -> str:
 
 
 def check_run_id(run_id: str) -> str:
-    """Return a run id given by the user, such as `job` or, for a restart, `job-r1`.
+    """Validate and return a run id from the user, such as `job` or, for a restart, `job-r1`.
 
     Raises:
-        LaunchError: It is not a valid run id.
+        LaunchError: The run id is not valid.
     """
     # A restart appends `-rN`, even to an id of the maximum length.
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(-r[0-9]+)?", run_id):
@@ -119,10 +119,10 @@ def record() -> Json:
 
 
 def _start(pid: int) -> str:
-    """Return when a process started: the boot id, and the clock ticks since boot."""
-    # Don't use psutil's create_time(), which changes when somebody sets the host's clock. A record
-    # may be from before a reboot or, on a shared disk, from another machine, so include the boot
-    # id.
+    """Return when a process started: the boot id and the clock ticks since boot."""
+    # Do not use psutil's create_time(), which changes when the host's clock is set. A
+    # record may be from before a reboot or, on a shared disk, from another machine, so
+    # include the boot id.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     # The second field, the name in parentheses, may contain spaces. `starttime` is field 22.
@@ -154,7 +154,7 @@ def marked(run_id: str, node: int) -> set[Process]:
     """Return a run's processes on this host."""
     processes = set()
     for process in psutil.process_iter():
-        # The process may have exited already, or belong to another user.
+        # The process may have exited already or belong to another user.
         with suppress(psutil.Error):
             # Several hosts may share one process table, for example as containers or in tests, so
             # also compare the host.
@@ -171,7 +171,8 @@ def end(processes: Iterable[Process], timeout_s: float = 5.0) -> set[Process]:
     for process in remaining:
         with suppress(psutil.Error):
             process.send_signal(signal.SIGKILL)
-    # Don't use psutil.wait_procs(), which would reap a child whose exit code its `Popen` needs.
+    # Do not use psutil.wait_procs(), which would reap a child whose exit code its
+    # `Popen` needs.
     deadline = time.monotonic() + timeout_s
     while remaining and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,6 +1,6 @@
-"""Slurm instead of ssh and a hostfile: hosts from the allocation, agents started by srun.
+"""Slurm instead of ssh and a hostfile: hosts come from the allocation, and srun starts agents.
 
-Inside an allocation, srun replaces ssh, but agents, preflight and supervision do not change.
+Inside an allocation, srun replaces ssh, but agents, preflight and supervision stay the same.
 Outside an allocation, `launch --slurm` submits the same command as a batch job. The Slurm job id is
 also the run id, so `status`, `logs` and `stop` accept it on any machine that shares the run
 folders.
@@ -25,9 +25,9 @@ _TIMEOUT_S = 60
 def argv(job: str, host: Host, remote: Sequence[str]) -> list[str]:
     """Return the command that runs `remote` once on a host, with all of the job's resources."""
     return [
-        # --overlap and --mem=0 let the command share resources with other steps in the job;
-        # otherwise, it would wait for those steps. Without --cpu-bind=none, Slurm could bind the
-        # agent and all its ranks to the CPU of one task.
+        # --overlap and --mem=0 let the command share resources with other steps in the
+        # job; otherwise, it would wait for those steps. Without --cpu-bind=none, Slurm
+        # could bind the agent and all its ranks to one task's CPU.
         "srun", "--jobid", job, "--overlap", "--nodes=1", "--ntasks=1",
         f"--nodelist={host.name}", "--cpu-bind=none", "--mem=0", "--export=ALL",
         "--unbuffered", "--quiet", *remote,
@@ -56,7 +56,7 @@ def hosts() -> tuple[Host, ...]:
 def _tasks(text: str, num_hosts: int) -> list[int]:
     """Return the number of tasks on each host, from Slurm's notation, such as `2(x3),1`.
 
-    An empty text means one task on each host.
+    An empty string means one task on each host.
     """
     if not text:
         return [1] * num_hosts
@@ -79,8 +79,8 @@ def _tasks(text: str, num_hosts: int) -> list[int]:
 def state(job: str) -> str | None:
     """Return the state of a job, such as PENDING, or None if Slurm has no record of the job."""
     try:
-        # Slurm forgets a job a few minutes after its end (MinJobAge), and then reports its id as
-        # invalid.
+        # Slurm forgets a job a few minutes after it ends (MinJobAge) and then reports
+        # its id as invalid.
         return run("squeue", "--noheader", "--format=%T", "--jobs", job).strip() or None
     except LaunchError as error:
         if "Invalid job id" in str(error):
@@ -91,7 +91,7 @@ def state(job: str) -> str | None:
 def submission(options: str, arguments: Sequence[str], workdir: str) -> list[str]:
     """Return the sbatch command that runs this launch inside an allocation.
 
-    `options` are the user's options for sbatch, and `arguments` the arguments for `megatron-ext`.
+    `options` are the user's sbatch options, and `arguments` are the arguments for `megatron-ext`.
     """
     words = split_words(options, "--slurm")
     start = shlex.join([sys.executable, "-m", "megatron_ext", *arguments])

@@ -46,8 +46,8 @@ def supervise(
 ) -> Outcome:
     """Start a job whose agents have answered, and wait until it finishes.
 
-    `plan` contains all process counts, `hellos` contains the answer from each host in the plan, and
-    `show` lists the global ranks whose output is shown.
+    `plan` contains all process counts, `hellos` contains each host's answer, and `show` lists the
+    global ranks whose output is shown.
     """
     agents.display = display
     with _signals_to(agents.events):
@@ -58,8 +58,8 @@ def supervise(
             connection.send(op="start", argv=argv, first_rank=first)
         watch = Watch(agents, plan, hellos, display)
         watch.run()
-        # A lost connection does not tell whether the agent has died or only ssh. A second
-        # connection shows which, and stops whatever is left of the job on that host.
+        # A lost connection does not reveal whether the agent died or only ssh did. A
+        # second connection does, and it stops whatever is left of the job on that host.
         lost_hosts = tuple(plan.hosts[index] for index in watch.lost)
         with Agents(replace(plan, hosts=lost_hosts)) as lost_agents:
             answers = lost_agents.ask("stop", _REPORT_S + plan.grace_s)
@@ -77,7 +77,7 @@ def supervise(
         return Outcome(code, stopped_by=stopped_name)
     failures = watch.failures
     for index, answer in zip(watch.lost, answers, strict=True):
-        if index not in failures:  # the job continued without the host, and was stopped
+        if index not in failures:  # the job continued without the host and was stopped
             continue
         note = failures[index].note + _what_was_left(answer, hellos[index])
         failures[index] = replace(failures[index], note=note)
@@ -90,7 +90,8 @@ def supervise(
 def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
     """Put signals that stop the job into the agents' event queue."""
     stopping = [signal.SIGINT, signal.SIGTERM]
-    # Under nohup, SIGHUP is ignored so that the job outlives the login, so do not handle it.
+    # nohup ignores SIGHUP so that the job outlives the login session; do not handle it
+    # then.
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         stopping.append(signal.SIGHUP)
     handlers = {}
@@ -112,15 +113,15 @@ def _what_was_left(answer: Json | str, hello: Json) -> str:
             ", and it cannot be reached to check what is left; its agent stops the job"
         )
     if answer["agent"]:
-        return "; its agent was still there and has been stopped"
+        return "; its agent was still running and has been stopped"
     return (
-        f"; the agent (pid {hello['pid']}) died; {answer['killed']} remaining processes of the job "
+        f"; the agent (pid {hello['pid']}) died; {answer['killed']} remaining job processes "
         f"have been killed"
     )
 
 
 class Watch:
-    """A running job: the hosts that still run it, the failures, and what has stopped it."""
+    """A running job: the hosts that still run it, the failures, and what stopped it."""
 
     def __init__(
         self, agents: Agents, plan: JobPlan, hellos: Sequence[Json], display: Display
@@ -150,7 +151,8 @@ class Watch:
         """Wait until the job has finished on all hosts."""
         alive_at = time.monotonic() + _ALIVE_S
         while self._running:
-            # After a stop request, agents stop the job by themselves, so `_stop_at` has no effect.
+            # After a stop request, agents stop the job on their own, so `_stop_at` has
+            # no effect.
             until = alive_at if self._is_stopping else min(alive_at, self._stop_at)
             index, message = self._agents.next_event(until)
             now = time.monotonic()
@@ -212,7 +214,7 @@ class Watch:
         if message["code"] == 0 or (is_effect and not is_cause):
             return
         failure = self._failure_of(index, message, ending)
-        # The ranks on a host are killed with their keeper.
+        # A host's ranks are killed along with their keeper.
         if message["part"] == KEEPER and message["code"] < 0 and self._may_continue:
             self._outlive(index, failure)
             return
@@ -226,7 +228,7 @@ class Watch:
             host=self._plan.hosts[index].name,
             part=message["part"],
             code=message["code"],
-            # The clocks on the hosts differ, so convert times to the launcher's clock.
+            # The hosts' clocks differ, so convert times to the launcher's clock.
             at=message["time"] - ahead_s,
             tail=message["tail"],
             log=message.get("log"),
@@ -260,8 +262,8 @@ class Watch:
     @property
     def _may_continue(self) -> bool:
         """Whether the job may continue without the host that it has just lost."""
-        # The keeper on the first host hosts the stores and counts the losses, and stops the job if
-        # too many ranks are lost with a host (`keeper.py`).
+        # The first host's keeper hosts the stores, counts the losses, and stops the job
+        # if too many ranks are lost with a host (`keeper.py`).
         is_kept = self._plan.reserve is not None and 0 in self._running
         return is_kept and not self._is_stopping
 

@@ -1,6 +1,6 @@
-"""Merges all traces from a run: finds slow ranks and links, and writes a single Chrome trace.
+"""Merges all traces of a run: finds slow ranks and links, and writes a single Chrome trace.
 
-The Chrome trace, for ui.perfetto.dev or chrome://tracing, has one row per rank, and arrows from
+The Chrome trace, for ui.perfetto.dev or chrome://tracing, has one row per rank and arrows from
 sends to receives.
 """
 
@@ -42,28 +42,29 @@ _TIME = re.compile(r'"ts":([0-9.]+)')
 
 @dataclass
 class Run:
-    """The traces from a run, with all times on one clock."""
+    """The traces of a run, with all times on one clock."""
 
     directory: Path
     surveys: list[RankSurvey]
     """Sorted by global rank."""
     notes: list[str]
-    """Notes about missing or damaged traces, and about the clocks."""
+    """Notes about missing or damaged traces and about the clocks."""
 
     @cached_property
     def schedule(self) -> Schedule | None:
-        """The run's table, or None if the run has not written one.
+        """The run's table, or None if the run did not write one.
 
         Raises:
-            DataError: The table's file is damaged, or its size is impossible.
+            DataError: The table's file is damaged, or the table's size is impossible.
         """
         path = self.directory / SCHEDULE_FILE
         try:
             schedule = table_files.from_json(read_text(path, _MAX_TABLE_BYTES))
-            # Check the sizes first, because with a damaged number `evaluate` might not finish.
+            # Check the sizes first, because a damaged number could keep
+            # `evaluate` from finishing.
             if not 0 < schedule.pp <= _MAX_STAGES or schedule.num_stages > _MAX_STAGES:
                 raise ScheduleError(f"it has {schedule.num_stages} stages")
-            # This raises if the table's order is impossible.
+            # Raises if the table's order is impossible.
             evaluate(schedule, Costs())
         except FileNotFoundError:
             return None
@@ -76,14 +77,14 @@ class Run:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The run's settings, as recorded by its first rank."""
+        """The run's settings, as recorded by the first rank."""
         return self.surveys[0].header.settings
 
     @cached_property
     def shared_cpus(self) -> dict[str, str]:
-        """Host whose ranks share CPUs -> a description; the host with the most ranks per CPU first.
+        """Host whose ranks share CPUs -> a description, starting with the most ranks per CPU.
 
-        Traces cannot distinguish waiting for a CPU from computing or from waiting for a message.
+        Traces cannot distinguish between waiting for a CPU, computing, and waiting for a message.
         """
         cpus_of_ranks: dict[str, list[set[str]]] = defaultdict(list)
         for rank in self.surveys:
@@ -95,7 +96,7 @@ class Run:
         ranks_per_cpu: dict[str, float] = {}
         words: dict[str, str] = {}
         for host, cpus in cpus_of_ranks.items():
-            # With fewer CPUs than ranks, some ranks must wait for a CPU.
+            # With fewer CPUs than ranks, some ranks have to wait for a CPU.
             num_cpus = len(set[str]().union(*cpus))
             if len(cpus) > num_cpus:
                 ranks_per_cpu[host] = len(cpus) / num_cpus
@@ -113,10 +114,11 @@ class Run:
 
     @cached_property
     def steps(self) -> dict[int, list[Step]]:
-        """Step number -> the complete steps on all ranks, with the last attempt at each step."""
+        """Step number -> all ranks' complete steps, using the last attempt at each step."""
         steps: dict[int, list[Step]] = defaultdict(list)
         for rank in self.surveys:
-            # All attempts at a step have the same number, so the last one replaces the others.
+            # All attempts at a step have the same number, so the last
+            # one replaces the others.
             last_by_number = {step.number: step for step in rank.complete_steps}
             for number, step in last_by_number.items():
                 steps[number].append(step)
@@ -124,18 +126,18 @@ class Run:
 
 
 def read_run(directory: Path | str) -> Run:
-    """Read the traces from a run, and put their times on one clock.
+    """Read a run's traces and put their times on one clock.
 
     Raises:
-        DataError: The directory contains no trace, or no complete iteration.
+        DataError: The directory contains no trace or no complete iteration.
     """
     directory = Path(directory)
     files, notes = open_run(directory)
     surveys: list[RankSurvey] = []
-    # The surveys need the run's table, so create the run before the list is filled.
+    # The surveys need the run's table, so create the run before filling the list.
     run = Run(directory, surveys, notes)
     table = None
-    # If the table is damaged, the code that needs it reports the error.
+    # If the table is damaged, the code that needs it will report the error.
     with suppress(DataError):
         table = run.schedule
     full_microbatches = 0
@@ -158,7 +160,8 @@ def read_run(directory: Path | str) -> Run:
             f"{directory}: no iteration was recorded yet; {'; '.join(notes)}"
         )
     notes += _notes_on_iterations(surveys, full_microbatches)
-    # This needs the surveys of all ranks, because their clocks are related through messages.
+    # Aligning clocks needs all ranks' surveys, because messages relate
+    # the clocks to each other.
     notes += use_one_clock(surveys)
     return run
 
@@ -166,7 +169,7 @@ def read_run(directory: Path | str) -> Run:
 def _notes_on_iterations(
     surveys: Sequence[RankSurvey], full_microbatches: int
 ) -> list[str]:
-    """Return notes about iterations that are missing on some ranks or that are ignored."""
+    """Return notes about iterations that some ranks are missing or that are ignored."""
     notes: list[str] = []
     counts = sorted({rank.num_iterations for rank in surveys})
     if len(counts) > 1:
@@ -183,8 +186,8 @@ def _notes_on_iterations(
             f"{count} of {size}" for size, count in sorted(steps_by_size.items())
         )
         notes.append(
-            f"steps whose size differs from the {full_microbatches} micro-batches of the table do "
-            f"not count: {sizes}"
+            f"steps whose size differs from the table's {full_microbatches} micro-batches do not "
+            f"count: {sizes}"
         )
     failed: set[int] = set()
     for rank in surveys:
@@ -198,16 +201,17 @@ def _notes_on_iterations(
 def _survey_files(
     files: Sequence[TraceFile], full_microbatches: int, slices: Sequence[float]
 ) -> Iterator[RankSurvey | str]:
-    """Survey all files with one process per core, and yield the results in order."""
+    """Survey all files with one process per core and yield the results in order."""
     survey_file = partial(_survey_file, full_microbatches, slices)
-    # Below 16 MiB, starting processes takes longer than it saves.
+    # Below 16 MiB, starting processes takes more time than it saves.
     num_bytes = sum(file.path.stat().st_size for file in files)
     workers = min(len(files), len(os.sched_getaffinity(0)), 16)
     if workers < 2 or num_bytes < 16 << 20:
         yield from map(survey_file, files)
         return
-    # Fork, because a new interpreter would have to import all modules again. Disable the cycle
-    # collector: surveys contain no cycles, but the collector would take a third of the time.
+    # Fork, because a new interpreter would have to import all modules again. Disable
+    # the cycle collector, which would take up a third of the time even though
+    # surveys contain no cycles.
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, initializer=gc.disable) as pool:
         yield from pool.map(survey_file, files)
@@ -216,13 +220,13 @@ def _survey_files(
 def _survey_file(
     full_microbatches: int, slices: Sequence[float], file: TraceFile
 ) -> RankSurvey | str:
-    """Return the survey of a file, or the reason why it cannot be surveyed."""
+    """Return a file's survey, or the reason why it cannot be surveyed."""
     try:
         return survey(file, full_microbatches, slices)
     except DataError as error:
         return str(error)
     except DAMAGED as error:
-        # This content was not written by a rank.
+        # No rank wrote this content.
         return f"{file.path.name} is damaged and left out: {error}"
 
 
@@ -231,15 +235,15 @@ class Slow(NamedTuple):
 
     name: str
     factor: float
-    """The time that the rank or link takes, divided by the median."""
+    """The rank's or link's time, divided by the median."""
 
 
 def slow(run: Run) -> list[Slow]:
     """Return slow ranks and links, slowest first.
 
     A rank is slow if its actions take longer than the same actions on most other ranks. A link is
-    slow if its messages take longer than those on most other links. Links to or from hosts whose
-    ranks share CPUs are left out, because messages there wait until the receiving process gets a
+    slow if its messages take longer than those on most other links. Links to or from hosts where
+    ranks share CPUs are skipped, because messages there wait until the receiving process gets a
     CPU.
     """
     items = _slow_ranks(run) + _slow_links(run)
@@ -256,9 +260,10 @@ def _slow_ranks(run: Run) -> list[Slow]:
 
     factors: dict[int, list[float]] = defaultdict(list)
     for (name, _, slice_index), peers in medians.items():
-        # Stages differ, so compare a rank with the other ranks on its stage. If there are only two
-        # ranks on a stage, either may be the slow one, so compare with the ranks on all stages, and
-        # require that the rank is also slower than the other rank on its stage.
+        # Stages differ, so compare a rank with the other ranks on its stage. If a
+        # stage has only two ranks, either one may be slow, so compare with the
+        # ranks on all stages and require that the rank is also slower than the
+        # other rank on its stage.
         times = peers if len(peers) > 2 else means[name, slice_index]
         median = statistics.median_low(times.values())
         fastest = min(peers.values())
@@ -297,7 +302,7 @@ def _means_over_stages(
 
 
 def _slow_links(run: Run) -> list[Slow]:
-    # On shared CPUs, a healthy link appeared to be slower than the median by a factor of 37.
+    # On shared CPUs, a healthy link appeared to be 37x slower than the median.
     sharing_ranks = set()
     for rank in run.surveys:
         if rank.header.host in run.shared_cpus:
@@ -311,11 +316,13 @@ def _slow_links(run: Run) -> list[Slow]:
             )
     if not delays_ns:
         return []
-    # With two links, the low median is the fast link, so the slow link is compared with it.
+    # With two links, the low median is the fast link, so the slow
+    # one is compared with it.
     median_ns = statistics.median_low(delays_ns.values())
     slow_links = []
     for name, delay_ns in delays_ns.items():
-        # The clock error may exceed the delays, so that messages appear to take no time at all.
+        # The clock error may exceed the delays, which makes
+        # messages appear to take no time.
         if 0 < SLOW_LINK * median_ns <= delay_ns:
             slow_links.append(Slow(name, delay_ns / median_ns))
     return slow_links
@@ -327,14 +334,15 @@ def aggregated_name(directory: Path) -> Path:
 
 
 def write_chrome_trace(run: Run, output: Path) -> int:
-    """Write a run's Chrome trace on the first rank's clock, and return the file size in bytes."""
+    """Write a run's Chrome trace on the first rank's clock and return the file size in bytes."""
     num_bytes = 0
     with replacing(output) as scratch, scratch.open("w", encoding="utf-8") as out:
         for rank in run.surveys:
             file = rank.file
             for number, text in file.lines():
                 if number >= file.num_lines:
-                    # The file has grown since the survey, so its last line may be incomplete.
+                    # The file has grown since the survey, so its
+                    # last line may be incomplete.
                     break
                 if number not in file.damaged:
                     separator = ",\n" if num_bytes else "[\n"
@@ -348,5 +356,5 @@ def _shifted(text: str, shift_us: float) -> str:
     # Ranks on the first rank's host need no shift.
     if not shift_us:
         return text
-    # Replace only the times in the text; everything else stays as the rank wrote it.
+    # Replace only the times, and leave everything else as the rank wrote it.
     return _TIME.sub(lambda time: f'"ts":{float(time[1]) + shift_us:.3f}', text)

@@ -1,7 +1,7 @@
-"""Puts the traces from all ranks on one clock, using the messages that they exchanged.
+"""Puts all ranks' traces on one clock, using the messages that the ranks exchanged.
 
-The ranks on a host share a clock until the host reboots. Messages in both directions relate the
-clocks on two hosts, as in NTP.
+The ranks on a host share a clock until the host reboots. Messages in both directions relate two
+hosts' clocks, as in NTP.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from megatron_ext.tracing.records import Header
 
 _RankPair = tuple[int, int]
-"""Global ranks of sender and receiver."""
+"""Global ranks of the sender and the receiver."""
 _ClockPair = tuple[str, str]
-"""Clocks of sender and receiver."""
+"""Clocks of the sender and the receiver."""
 
 
 class Transit(NamedTuple):
-    """A message whose send and receive were both recorded."""
+    """A message with both its send and its receive recorded."""
 
     took_ns: int
     """Time from the start of the send on the sender's clock to the end of the receive on the
@@ -32,19 +32,19 @@ class Transit(NamedTuple):
 
 
 class ClockShift(NamedTuple):
-    """The amount to add to times on one clock, so that they agree with the first rank's clock."""
+    """The amount to add to times on one clock to make them agree with the first rank's clock."""
 
     shift_ns: int
     error_ns: int | None
-    """Half the distance between the two bounds. None: the shift comes from the time of day, which
-    may be wrong."""
+    """Half the distance between the two bounds, or None if the shift is based on the time of day,
+    which may be wrong."""
 
 
 def use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
-    """Shift the times from all ranks to one clock, and return notes about the shifts.
+    """Shift all ranks' times to one clock and return notes about the shifts.
 
-    This also sets the values that need times from several ranks: message delays, and the times when
-    the pipeline started and ended in each step.
+    Also set the values that depend on several ranks' times: message delays, and when the pipeline
+    started and ended in each step.
     """
     transits = _transits(surveys)
     fastest_ns: dict[_RankPair, int] = {}
@@ -70,8 +70,8 @@ def _transits(surveys: Sequence[RankSurvey]) -> dict[_RankPair, list[Transit]]:
     send_begins_ns: dict[tuple[int, int], int] = {}
     for survey in surveys:
         for number, begin_ns in survey.sends.items():
-            # The key includes the sending rank, so that a message counts only if both files agree
-            # about the sender.
+            # The key includes the sending rank, so a message counts only if both
+            # files agree on the sender.
             send_begins_ns[survey.header.rank, number] = begin_ns
     transits: dict[_RankPair, list[Transit]] = defaultdict(list)
     for survey in surveys:
@@ -86,16 +86,16 @@ def _transits(surveys: Sequence[RankSurvey]) -> dict[_RankPair, list[Transit]]:
 def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
     """Make each step's pipeline last from the first to the last action on any rank.
 
-    This combines only ranks in the same replica, because replicas do not wait for each other within
-    their pipelines.
+    Combine only ranks of the same replica, because replicas do not wait for each other within their
+    pipelines.
     """
     begins_ns: dict[tuple[int, int], list[float]] = defaultdict(list)
     ends_ns: dict[tuple[int, int], list[float]] = defaultdict(list)
     for survey in surveys:
         for step in survey.steps:
             if step.actions and not step.failed:
-                # If replicas exchange no messages, only the time of day relates their clocks, and
-                # its error would count as idle time.
+                # If replicas do not exchange messages, only the time of day relates
+                # their clocks, and its error would count as idle time.
                 pipeline = survey.header.data, step.number
                 begins_ns[pipeline].append(step.begin_ns + step.first_ns)
                 ends_ns[pipeline].append(step.begin_ns + step.pipeline_ns)
@@ -104,8 +104,8 @@ def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
             pipeline = survey.header.data, step.number
             if pipeline in ends_ns and not step.failed:
                 # The bubble includes the idle time before a rank's first action and after its last
-                # one. Without this time, a simulated 1F1B step had a bubble of 19.5 % instead of
-                # 30.6 %.
+                # one. Without it, a simulated 1F1B step had a bubble of
+                # 19.5 % instead of 30.6 %.
                 survey.steps[index] = step.within(
                     min(begins_ns[pipeline]), max(ends_ns[pipeline])
                 )
@@ -114,7 +114,7 @@ def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
 def _measure_delays(
     surveys: Sequence[RankSurvey], transits: Mapping[_RankPair, Sequence[Transit]]
 ) -> None:
-    """Set each link's delay to the median over the messages for which the receiver waited."""
+    """Set each link's delay to the median over the messages that the receiver waited for."""
     shifts_ns = {survey.header.rank: survey.file.shift_ns for survey in surveys}
     for survey in surveys:
         target = survey.header.rank
@@ -127,12 +127,13 @@ def _measure_delays(
                     + shifts_ns[target]
                     - shifts_ns[source]
                 )
-                # Because of clock errors, a fast message may appear to arrive before it was sent.
+                # Due to clock errors, a fast message may appear to
+                # arrive before it was sent.
                 link.delay_ns = max(0, delay_ns)
 
 
 def _notes(shifts: Mapping[str, ClockShift]) -> list[str]:
-    """Return notes about how the clocks were aligned, if there are several clocks."""
+    """Return notes about how the clocks were aligned if there is more than one clock."""
     if len(shifts) < 2:
         return []
     notes = []
@@ -147,17 +148,17 @@ def _notes(shifts: Mapping[str, ClockShift]) -> list[str]:
 def align(
     headers: Mapping[int, Header], fastest_ns: Mapping[_RankPair, int]
 ) -> dict[str, ClockShift]:
-    """Find the shift for each clock, so that all clocks agree with the lowest rank's clock.
+    """Find the shift for each clock that makes all clocks agree with the lowest rank's clock.
 
-    Messages relate two clocks directly. Hosts that exchange no messages are related through other
-    hosts. If no chain of messages connects a clock to the first one, its shift comes from the time
-    of day that the lowest rank on that clock recorded at the start. Messages then relate further
-    clocks to that clock.
+    Messages relate two clocks directly. Hosts that do not exchange messages are related through
+    other hosts. If no chain of messages connects a clock to the first one, its shift is based on
+    the time of day that the lowest rank on that clock recorded at the start. Messages then relate
+    more clocks to that one.
 
     Args:
         headers: Rank -> header.
-        fastest_ns: (sending rank, receiving rank) -> time of their fastest message, from its start
-            on the sender's clock to its end on the receiver's clock.
+        fastest_ns: (sending rank, receiving rank) -> time taken by their fastest message, from its
+            start on the sender's clock to its end on the receiver's clock.
 
     Returns:
         The shift of each clock.
@@ -168,7 +169,7 @@ def align(
     for _, header in sorted(headers.items()):
         if header.clock in shifts:
             continue
-        # Compare each clock with its host's time of day.
+        # Compare every clock with its host's time of day.
         by_time_of_day_ns = (header.wall_ns - header.clock_ns) - (
             first.wall_ns - first.clock_ns
         )
@@ -181,10 +182,10 @@ def align(
 def _bounds_between_clocks(
     headers: Mapping[int, Header], fastest_ns: Mapping[_RankPair, int]
 ) -> dict[_ClockPair, int]:
-    """Return an upper bound on how far the second clock in a pair is ahead of the first.
+    """Return upper bounds on how far the second clock of a pair is ahead of the first.
 
-    If a message was sent at s on one clock and arrived at r on the other, the second clock is ahead
-    by at most r - s.
+    If a message was sent at time s on the first clock and arrived at time r on the second, the
+    second clock is ahead by at most r - s.
     """
     bounds_ns: dict[_ClockPair, int] = {}
     for (source, target), took_ns in fastest_ns.items():
@@ -197,7 +198,8 @@ def _relate(
     root: str, bounds_ns: Mapping[_ClockPair, int], shifts: dict[str, ClockShift]
 ) -> None:
     """Add the shifts of all clocks that messages connect to a clock with a known shift."""
-    # Errors add up along a chain of clocks. A breadth-first search finds the shortest chains.
+    # Errors add up along a chain of clocks, and a breadth-first search
+    # finds the shortest chains.
     queue = [root]
     # The loop also visits the clocks that it appends.
     for reference in queue:

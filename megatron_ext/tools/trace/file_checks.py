@@ -1,7 +1,7 @@
-"""Checks that a trace file contains only data that ranks write (`tracing.records`).
+"""Checks that a trace file only contains data that ranks write (`tracing.records`).
 
-Code that reads traces computes with these values, compares them across ranks and writes them into
-pages. A value of the wrong type would cause an error far from the file that contains it.
+Code that reads traces computes with these values, compares them across ranks and embeds them in
+pages. A value of the wrong type would cause an error far away from the file that contains it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ext.tracing.records import ACTION_NAMES, Header
 
 MAX_NUMBER = 1 << 63
-"""All valid sizes, ranks and times in nanoseconds are smaller."""
+"""All valid sizes, ranks and times in nanoseconds are below this."""
 
 _WHOLE_ATTRIBUTES = (
     "stage",
@@ -81,7 +81,7 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
         ValueError: A setting is impossible.
     """
     for name, value in settings.items():
-        # None is the same as a missing setting.
+        # Treat None like a missing setting.
         if value is None:
             continue
         if not isinstance(value, str | int | float):
@@ -104,8 +104,8 @@ def check_span(category: str, attributes: Mapping[str, Any]) -> None:
         LookupError: An attribute is missing.
         TypeError: An attribute has the wrong type.
     """
-    # Files contain millions of spans, so do no more than one set comparison and one loop. Together,
-    # these take 0.5 us per span, a tenth of the time that it takes to read the span.
+    # Files contain millions of spans, so limit this to one set comparison and one loop.
+    # Together, they take 0.5 us per span, a tenth of the time needed to read the span.
     if not _NEEDED_ATTRIBUTES.get(category, _NONE) <= attributes.keys():
         raise LookupError(f"attributes of {category}")
     for name, value in attributes.items():

@@ -1,10 +1,10 @@
-"""Predicts the step time with every schedule and policy from the traces of one run.
+"""Predicts the step time of every schedule and policy from one run's traces.
 
 The traces contain the durations of each stage's actions including runtime overhead, the message
-latency, the part of a step outside its pipeline, the memory on each rank, and the activations kept
-after a forward pass. The prediction assumes that other schedules split the model evenly except for
-embedding and loss, that the two halves of an unsplit backward pass take equally long, and that
-memory other than activations stays the same.
+latency, the part of a step outside the pipeline, each rank's memory, and the activations kept after
+a forward pass. The prediction assumes that other schedules split the model evenly except for the
+embedding and the loss, that both halves of an unsplit backward pass take the same time, and that
+memory other than activations does not change.
 """
 
 from __future__ import annotations
@@ -38,44 +38,44 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.survey import Step
 
 _SEEDS = 5
-"""Number of simulated steps with different jitter; their mean is the prediction."""
+"""Number of simulated steps with different jitter. The prediction is their mean."""
 _LAUNCH_S = 1e-4
-"""Time that a host needs to launch an action on its device. Traces do not contain this time. The
-value hardly matters, as long as the host launches actions ahead."""
+"""Time for a host to launch an action on its device, which traces do not contain. The value hardly
+matters as long as the host launches actions ahead of time."""
 _QUIET = 0.01
-"""Jitter is ignored up to this value."""
+"""Jitter up to this value is ignored."""
 _EQUAL = 0.005
-"""Steps that differ by at most this fraction are considered equally fast."""
+"""Steps that differ by at most this fraction count as equally fast."""
 _MAX_ROWS, _WITH_FLAGS = 20, 3
-"""Number of predictions that `plan` prints, and how many of them it prints with their flags, in
-addition to the recommended ones."""
+"""Number of predictions that `plan` prints, and how many of them, besides the recommended ones, it
+prints with their flags."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one schedule. The field names are the keys in the JSON output."""
+    """The prediction for one schedule. Field names are keys in the JSON output."""
 
     schedule: str
     flags: str
     step_s: float
     bubble_ratio: float
     memory_bytes: int | None
-    """Memory on the rank that needs the most. None: unknown."""
+    """Memory on the rank that needs the most, or None if not known."""
     bounds_memory: bool = True
-    """True if ranks keep at most as many activations as in the table. If not, they may keep all
+    """True if ranks keep no more activations than in the table. If not, they may keep all
     micro-batches, depending on which ranks are late."""
     is_known_to_fit: bool = True
-    """False if the schedule has more stages than the run, and the number of layers is unknown."""
+    """False if the schedule has more stages than the run and the number of layers is not known."""
     weight_copies: int = 1
     """Number of ranks that hold the weights of one stage."""
     all_to_all_hidden: float | None = None
-    """Share of the experts' all-to-all hidden by computation. None: the trace has no all-to-all."""
+    """Share of the experts' all-to-all hidden by computation, or None if the trace has none."""
     choice: str = ""
     """The part of `flags` that selects the schedule and its order, without sizes and costs."""
 
     @property
     def schedule_name(self) -> str:
-        """The schedule's name, without its options and its order."""
+        """The schedule's name, without options and order."""
         return self.schedule.partition(" ")[0]
 
 
@@ -85,12 +85,12 @@ class Forecast:
 
     predictions: list[Prediction]
     measured_s: float
-    """The median duration of the traced steps."""
+    """Median duration of the traced steps."""
     measured: str
-    """The traced schedule, with the same name as in the predictions."""
+    """The traced schedule, named as in the predictions."""
     notes: list[str]
     shared_cpus: str | None = None
-    """A phrase that describes how ranks shared CPUs in the traced run. None: they did not."""
+    """A phrase that describes how ranks shared CPUs in the traced run, or None if they did not."""
 
     @property
     def of_traced_schedule(self) -> Prediction | None:
@@ -99,13 +99,13 @@ class Forecast:
 
     @property
     def candidates(self) -> list[Prediction]:
-        """The predictions that may be recommended."""
+        """The predictions that can be recommended."""
         # An order without a memory bound may keep all micro-batches at once, so never recommend it.
         return [p for p in self.predictions if p.bounds_memory and p.is_known_to_fit]
 
     @property
     def best_of_schedules(self) -> list[Prediction]:
-        """The fastest candidate for each schedule, over all options and orders."""
+        """The fastest candidate for each schedule, across all options and orders."""
         best: dict[str, Prediction] = {}
         for candidate in self.candidates:
             best.setdefault(candidate.schedule_name, candidate)
@@ -120,7 +120,7 @@ class Forecast:
         choices: list[Prediction] = []
         candidates = self.candidates
         while candidates and (not choices or choices[-1].weight_copies > 1):
-            # Among candidates that are as fast as the first, choose by memory.
+            # Among candidates as fast as the first, choose by memory.
             bound_s = (1 + _EQUAL) * candidates[0].step_s
             fast = [
                 candidate for candidate in candidates if candidate.step_s <= bound_s
@@ -140,8 +140,8 @@ class Forecast:
     def advice(self) -> str:
         """A sentence with the recommended flags and the expected gain."""
         of_traced = self.of_traced_schedule
-        # Compare with the prediction for the traced schedule, because what slowed down the traced
-        # run would slow down the other schedules too.
+        # Compare with the prediction for the traced schedule, because anything that
+        # slowed down the traced run would slow down other schedules, too.
         traced_s = self.measured_s if of_traced is None else of_traced.step_s
         choices = []
         for best in self.recommended:
@@ -155,7 +155,7 @@ class Forecast:
                 gain += f", {best.memory_bytes / 2**30:.2f} GiB on a rank"
             choices.append(f"{best.choice} ({gain})")
         if not choices:
-            return "no schedule that bounds memory fits."
+            return "no schedule with bounded memory fits."
         if len(choices) > 1:
             choices[0] += (
                 f" if {self.recommended[0].weight_copies} copies of the weights fit"
@@ -164,11 +164,11 @@ class Forecast:
 
 
 def predict(run: Run, memory_gib: float | None = None) -> Forecast:
-    """Predict the step time with every schedule and policy from a run's traces.
+    """Predict the step time of every schedule and policy from a run's traces.
 
     Args:
         run: The traces.
-        memory_gib: Upper bound on the memory per rank, in GiB (2**30 bytes). None: no bound.
+        memory_gib: Upper bound on the memory per rank, in GiB (2**30 bytes), or None for no bound.
 
     Raises:
         DataError: The trace lacks data that the prediction needs.
@@ -186,9 +186,10 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
                 f"{run.directory}: no rank recorded the activations that a forward pass keeps, "
                 f"which --memory-gib needs; leave --memory-gib out"
             )
-    # Simulate every configuration, and collect the reasons why others are impossible or too large.
+    # Simulate every configuration, and collect the reasons why some are
+    # impossible or too large.
     predictions: list[Prediction] = []
-    reasons: dict[str, None] = {}  # a set that keeps the order
+    reasons: dict[str, None] = {}  # an ordered set
     for pipeline in traced_run.pipelines():
         try:
             prediction = traced_run.predict(pipeline)
@@ -210,14 +211,14 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
             "no schedule can run with these sizes:\n" + "\n".join(notes)
         )
     notes += imbalance.sentences(run)
-    # Sort by step time, and by memory where the times are equal.
+    # Sort by step time, then by memory if times are equal.
     predictions.sort(
         key=lambda prediction: (prediction.step_s, prediction.memory_bytes or 0)
     )
     policy = run.settings.get("dpp_policy")
     measured = schedule.label if policy is None else f"{schedule.label} with {policy}"
     shared_cpus = next(iter(run.shared_cpus.values()), None)
-    # Four ranks on two CPUs took 1,025 ms per step, but the forecast was 546 ms.
+    # Four ranks on two CPUs took 1,025 ms per step, while the forecast was 546 ms.
     if shared_cpus is not None:
         notes.append(
             f"{shared_cpus}: the forecast assumes a CPU or a device for each rank"
@@ -234,50 +235,52 @@ def _required_schedule(run: Run) -> Schedule:
     schedule = run.schedule
     if schedule is None:
         raise DataError(
-            f"{run.directory} has no schedule.json, which identifies the actions; trace a run "
-            f"with pipeline parallelism"
+            f"{run.directory} has no schedule.json, which identifies the actions; trace a run with "
+            "pipeline parallelism"
         )
     steps: list[Step] = []
     for rank in run.surveys:
         steps += rank.steps
     if not any(step.is_full for step in steps):
         raise DataError(
-            f"{run.directory}: no traced step had the {schedule.num_microbatches} micro-batches of "
-            f"the table; trace steps after the batch has reached its full size"
+            f"{run.directory}: no traced step had the table's {schedule.num_microbatches} "
+            "micro-batches; trace steps after the batch has reached its full size"
         )
     return schedule
 
 
 class _TracedRun:
-    """The traced properties of a model and its machines, used to simulate other pipelines."""
+    """Properties of a model and its machines as traced, used to simulate other pipelines."""
 
     def __init__(self, run: Run, schedule: Schedule) -> None:
         self.schedule = schedule
         self.costs = measured_costs(run, schedule)
-        # Without jitter, one simulated step is enough; with jitter, take the mean over several.
+        # Without jitter, one simulated step is enough. With jitter,
+        # take the mean of several.
         if self.costs.jitter <= _QUIET:
             self.costs = replace(self.costs, jitter=0.0)
         self.step_s, pipeline_s, optimizer_s = _median_times(run)
-        # The two medians may be from different steps, so their difference may be negative.
+        # The two medians may come from different steps, so their
+        # difference may be negative.
         self.outside_s = max(0.0, self.step_s - pipeline_s)
-        """The part of a step outside its pipeline."""
+        """The part of a step outside the pipeline."""
         # Measured on the emulated device: 0.12 s per step with two copies (bitpipe), 0.06 s with
         # one (zb-h1).
         self.optimizer_s = optimizer_s
-        """The part of `outside_s` that grows with the number of copies of the weights."""
+        """The part of `outside_s` that grows with the number of weight copies."""
         if run.settings.get("use_distributed_optimizer"):
             self.optimizer_s = 0.0  # the copies share the optimizer
         self.fixed_bytes, self.activation_bytes = _memory_of_ranks(run, schedule)
-        """Memory other than activations, with one copy of the weights (None: unknown), and the
+        """Memory other than activations, with one copy of the weights (None if not known), and the
         activations of one micro-batch on 1/pp of the model."""
         self.num_layers = run.settings.get("num_layers")
         margin = run.settings.get("dpp_extra_activations")
         self.extra_activations = None if margin == DynamicOrder().margin else margin
-        """None: the default, which needs no flag."""
+        """None for the default, which needs no flag."""
         self.stash_ratio = run.surveys[0].stash_ratio
-        # Ranks with devices choose the next action while the previous one is still running, which
-        # results in another order. When simulated in that order, a step of bitpipe with order=zb
-        # took 2.00 s instead of 1.88 s.
+        # Ranks with devices choose the next action while the previous one is still
+        # running, which results in a different order. Simulated in that order, a
+        # bitpipe step with order=zb took 2.00 s instead of 1.88 s.
         runs_on_device = run.settings.get("device", "cpu") != "cpu"
         self.launch_s = _LAUNCH_S if runs_on_device else 0.0
 
@@ -289,8 +292,8 @@ class _TracedRun:
         if self.schedule.num_slices > 1:
             # Slices cannot run in pairs.
             cuts.append(_Cut(pairs=False, slices=self.schedule.num_slices))
-        # Only the default policy uses the order in the table. The result of other policies depends
-        # only on the placement, so simulate each placement once.
+        # Only the default policy uses the table's order. For other policies, the result
+        # depends only on the placement, so simulate each placement once.
         placements: set[tuple[object, ...]] = set()
         for generator, cut_ in product(registered().values(), cuts):
             for variant in generator.variants:
@@ -315,9 +318,9 @@ class _TracedRun:
         chunks = options.pop("chunks", None)
         costs = None
         if cut_.slices > 1:
-            # Slices of equal cost depend on the share of attention.
+            # Slices of equal cost depend on attention's share.
             costs = Costs(attention=attention_of(self.schedule.slices))
-        # The options of a variant may have any type.
+        # A variant's options may have any type.
         if chunks is not None:
             chunks = int(chunks)
         return PipelineConfig(
@@ -331,14 +334,14 @@ class _TracedRun:
         )
 
     def _order(self, policy: PolicyName) -> DynamicOrder:
-        """Return the dynamic order for a policy; only the default policy has a margin."""
+        """Return the dynamic order for a policy. Only the default policy has a margin."""
         extra_activations = None
         if policy == DynamicOrder.policy:
             extra_activations = self.extra_activations
         return DynamicOrder(policy=policy, extra_activations=extra_activations)
 
     def predict(self, pipeline: Pipeline) -> Prediction:
-        """Simulate a pipeline with the costs from the trace, drawing jitter several times.
+        """Simulate a pipeline with the costs from the trace, with several draws of jitter.
 
         Raises:
             ScheduleError: The schedule is impossible with these sizes.
@@ -356,8 +359,8 @@ class _TracedRun:
         draws = [replace(costs, seed=seed) for seed in range(num_draws)]
         pipelines = [pipeline]
         if registered()[pipeline.name].needs_costs:
-            # Some schedules optimise their order for given costs. That order is not always better
-            # than the default, so simulate both.
+            # Some schedules optimise their order for given costs, which does not always
+            # beat the default order, so simulate both.
             made_for = replace(costs.in_forwards(), attention=attention)
             config = replace(pipeline.config, costs=made_for)
             pipelines.append(replace(pipeline, config=config))
@@ -365,7 +368,7 @@ class _TracedRun:
         return min(predictions, key=lambda prediction: prediction.step_s)
 
     def _check_sizes(self, pipeline: Pipeline, num_stages: int) -> None:
-        """Reject a pipeline if the run's micro-batches or layers cannot be divided evenly over it.
+        """Reject a pipeline that cannot divide the run's micro-batches or layers evenly.
 
         Raises:
             ScheduleError: The pipeline is impossible.
@@ -376,8 +379,8 @@ class _TracedRun:
                 f"{pipeline.name} runs half of the micro-batches in each direction, but the traced "
                 f"run has {num_microbatches}"
             )
-        # The traced run may have an uneven cut, so check only numbers of stages that differ from
-        # it.
+        # The traced run may have an uneven cut, so only check stage
+        # counts that differ from it.
         is_cut_anew = num_stages != self.schedule.num_stages
         if (
             is_cut_anew
@@ -385,12 +388,12 @@ class _TracedRun:
             and self.num_layers % num_stages
         ):
             raise ScheduleError(
-                f"{pipeline.name} cuts the model into {num_stages} stages, into which its "
-                f"{self.num_layers} layers do not divide"
+                f"{pipeline.name} cuts the model into {num_stages} stages, which do not evenly "
+                f"divide its {self.num_layers} layers"
             )
 
     def _simulated(self, pipeline: Pipeline, draws: Sequence[Costs]) -> Prediction:
-        """Return the prediction for a pipeline, with means over one simulated step per draw."""
+        """Return the prediction for a pipeline, as means over one simulated step per draw."""
         dynamic = pipeline.dynamic
         static = pipeline.full if dynamic is None else pipeline.static().full
         label = static.label
@@ -398,7 +401,7 @@ class _TracedRun:
         if dynamic is None:
             steps = [evaluate(pipeline.full, costs) for costs in draws]
         else:
-            # In dynamic order, each rank chooses its next action while the simulation runs.
+            # In dynamic order, each rank chooses its next action during the simulation.
             policies = partial(pipeline.policy, pipeline.num_microbatches)
             steps = []
             for costs in draws:
@@ -408,7 +411,7 @@ class _TracedRun:
             order_flags = f" --use-dpp --dpp-policy {dynamic.policy}"
             if dynamic.extra_activations is not None:
                 order_flags += f" --dpp-extra-activations {dynamic.extra_activations}"
-        # Each copy of the weights has its own gradients and optimizer state.
+        # Every copy of the weights has its own gradients and optimizer state.
         copies = static.weight_copies / self.schedule.weight_copies
         outside_s = self.outside_s + (copies - 1) * self.optimizer_s
         memory_bytes = None
@@ -442,7 +445,7 @@ class _Cut(NamedTuple):
     """How a configuration runs its micro-batches."""
 
     pairs: bool
-    """Whether a forward pass is paired with a backward pass."""
+    """Whether forward passes are paired with backward passes."""
     slices: int
     """Number of slices per micro-batch."""
 
@@ -456,11 +459,12 @@ class _Times(NamedTuple):
 
 
 def _median_times(run: Run) -> _Times:
-    """Return the median times of a step, its pipeline and its optimizer."""
+    """Return the median times of the step, the pipeline and the optimizer."""
     steps_ns: list[float] = []
     pipelines_ns: list[float] = []
     optimizers_ns: list[float] = []
-    # The slowest rank determines the step time, so take the maximum over ranks, then the median.
+    # The slowest rank determines the step time, so take the maximum over
+    # ranks first, then the median.
     for steps in run.steps.values():
         steps_ns.append(max(step.duration_ns for step in steps))
         pipelines_ns.append(max(step.pipeline_ns - step.first_ns for step in steps))
@@ -473,18 +477,18 @@ def _median_times(run: Run) -> _Times:
 
 
 def _memory_of_ranks(run: Run, schedule: Schedule) -> tuple[float | None, float]:
-    """Return the bytes without activations, and the activation bytes for one micro-batch.
+    """Return the bytes without activations, and the activation bytes of one micro-batch.
 
-    The activations are those for 1/pp of the model. Both values come from the rank where they are
-    largest, because that rank limits what fits.
+    The activations are for 1/pp of the model. Each value comes from the rank where it is largest,
+    because that rank limits what fits.
     """
     fixed_bytes: list[float] = []
     activation_bytes = [0.0]
     for survey in run.surveys:
         rank = figures([survey])
         if rank.activation_bytes and rank.memory_bytes:
-            # `peak_live` is the peak that the rank actually reached. In dynamic order, it may be
-            # higher than in the table.
+            # `peak_live` is the peak that the rank actually reached, which may be
+            # higher than in the table if the order is dynamic.
             fixed = rank.memory_bytes - rank.activation_bytes * rank.peak_live
             fixed_bytes.append(max(0, fixed))
             activation_bytes.append(
@@ -494,10 +498,10 @@ def _memory_of_ranks(run: Run, schedule: Schedule) -> tuple[float | None, float]
 
 
 def table(forecast: Forecast) -> str:
-    """Return the predictions as text, with flags to copy."""
+    """Return the predictions as text, including flags to copy."""
     shown = forecast.predictions[:_MAX_ROWS]
     shows_hidden = any(prediction.all_to_all_hidden is not None for prediction in shown)
-    # Show the column for hidden communication only if there is any.
+    # Only show the column for hidden communication if there is any.
     rows = [["schedule", "step ms", "bubble %", "memory GiB"]]
     if shows_hidden:
         rows[0].append("hidden %")
@@ -524,10 +528,10 @@ def table(forecast: Forecast) -> str:
         lines.append(f"and {num_hidden} more (--json shows all)")
     if not all(prediction.bounds_memory for prediction in shown):
         lines.append(
-            "* not bounded: ranks may keep all micro-batches if other ranks are late"
+            "* unbounded: ranks may keep all micro-batches if other ranks are late"
         )
     lines.append(f"\nrecommended: {forecast.advice}")
-    # Recommended predictions come first; each prediction appears only once.
+    # Recommended predictions come first. Each prediction appears only once.
     with_flags = list(
         dict.fromkeys([*forecast.recommended, *forecast.candidates[:_WITH_FLAGS]])
     )
@@ -539,7 +543,7 @@ def table(forecast: Forecast) -> str:
 
 
 def _gib(prediction: Prediction) -> str:
-    """Return the memory as a table cell; a star marks orders without a memory bound."""
+    """Return the memory as a table cell. A star marks orders without a memory bound."""
     mark = "" if prediction.bounds_memory else "*"
     if prediction.memory_bytes is None:
         return mark or "-"

@@ -1,12 +1,12 @@
-"""Measures how long experts wait for each other in a traced run, and which rank they wait for.
+"""Measures how long experts wait for each other in a traced run, and for which rank.
 
-A token exchange ends at the same time on all ranks in an expert group. If the exchange takes longer
-on one rank than on the rank where it is shortest, the difference is the time that the first rank
-spent waiting for the slowest rank. This comparison needs no common clock.
+A token exchange ends at the same time on all ranks of an expert group. If it takes longer on one
+rank than on the rank where it is shortest, the difference is how long the former waited for the
+latter, which arrived last. This comparison does not require a common clock.
 
-Between two exchanges, each rank in a group either works or waits, and the total time is the same
-for all ranks. Filling the waiting time with other work can save as much time per step as the step's
-busiest rank waits. Dividing the experts evenly can reduce a step to the mean work per rank.
+Between two exchanges, every rank in a group either works or waits, and the total time is the same
+for all ranks. Filling the waiting time with other work can save at most the time per step that the
+step's busiest rank waits. Dividing the experts evenly can shorten a step to the mean work per rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
 
 _WORTH = 0.01
-"""Waiting is reported if it takes at least this share of a step."""
+"""Waiting is reported if it takes up at least this share of a step."""
 _MAX_LINES = 8
 
 
@@ -37,42 +37,42 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """Ranks that exchange tokens with each other. All times are for one step, in nanoseconds."""
+    """Ranks that exchange tokens with each other. All times are per step, in nanoseconds."""
 
     ranks: tuple[int, ...]
     """Global ranks."""
     step_ns: float
     waited_ns: Mapping[int, float]
-    """Global rank -> how long it has waited for other ranks in the group."""
+    """Global rank -> how long it waited for other ranks in the group."""
     waited_by_layer_ns: Mapping[Place, Mapping[int, float]]
-    """Layer -> global rank -> how long it has waited in this layer."""
+    """Layer -> global rank -> how long it waited in this layer."""
     fillable_ns: float
-    """Waiting time on each step's busiest rank, which a different order of actions could fill."""
+    """Waiting time on each step's busiest rank, which a different action order could fill."""
     share_busiest: Mapping[int, float]
     """Global rank -> the share of steps in which it waited least."""
     share_last: Mapping[int, float]
     """Global rank -> the share of exchanges in which it was the slowest."""
     weights_ns: float
-    """Time for separate weight gradients, on the rank where it is shortest."""
+    """Time spent on separate weight gradients, on the rank where it is shortest."""
 
     @property
     def slow_rank(self) -> int:
-        """The rank that waits least, which means that the other ranks wait for it."""
+        """The rank that waits least, because the other ranks wait for it."""
         return min(self.ranks, key=self.waited_ns.__getitem__)
 
     @property
     def mean_ns(self) -> float:
-        """Mean waiting time per rank, which an even division of the work would avoid."""
+        """Mean waiting time per rank, which dividing the work evenly would avoid."""
         return fmean(self.waited_ns.values())
 
     @property
     def persistent_ns(self) -> float:
-        """How much more the busiest rank works in a step than the average rank."""
+        """How much longer the busiest rank works in a step than the average rank."""
         return self.mean_ns - self.fillable_ns
 
     @property
     def is_persistent(self) -> bool:
-        """Whether ranks wait mostly for a rank that has more work throughout the step."""
+        """Whether ranks mostly wait for a rank that has more work throughout the step."""
         return self.persistent_ns > self.fillable_ns
 
     @property
@@ -85,12 +85,12 @@ class ExpertGroup:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether the ranks wait for each other long enough to report it."""
+        """Whether the ranks wait for each other long enough to be worth reporting."""
         return self.mean_ns >= _WORTH * self.step_ns
 
 
 def expert_groups(run: Run) -> list[ExpertGroup]:
-    """Return the expert groups whose exchanges were recorded, longest waiting time first."""
+    """Return the expert groups with recorded exchanges, longest waiting time first."""
     groups = []
     for surveys in _surveys_by_group(run).values():
         group = _group_of(surveys)
@@ -100,7 +100,7 @@ def expert_groups(run: Run) -> list[ExpertGroup]:
 
 
 def sentences(run: Run) -> Iterator[str]:
-    """Yield a sentence for each group with long waits, which also says what would help."""
+    """Yield a sentence for each group with long waits, including what would help."""
     groups = expert_groups(run)
     worth_it = [group for group in groups if group.is_worth_it]
     if groups and not worth_it:
@@ -108,7 +108,7 @@ def sentences(run: Run) -> Iterator[str]:
     for group in worth_it[:_MAX_LINES]:
         yield _sentence(group, run)
     if len(worth_it) > _MAX_LINES:
-        yield f"{len(worth_it) - _MAX_LINES} more groups of experts wait less."
+        yield f"{len(worth_it) - _MAX_LINES} more expert groups wait less."
 
 
 def _surveys_by_group(run: Run) -> dict[tuple[int, int, int], list[RankSurvey]]:
@@ -118,11 +118,13 @@ def _surveys_by_group(run: Run) -> dict[tuple[int, int, int], list[RankSurvey]]:
     for survey in run.surveys:
         header = survey.header
         tensor_size = header.sizes[2]
-        # By default, Megatron shards a layer's experts like its other weights.
+        # By default, Megatron shards a layer's experts in the same
+        # way as its other weights.
         expert_tensor_size = int(
             run.settings.get("expert_tensor_parallel_size") or tensor_size
         )
-        # Within a stage, Megatron numbers tensor-parallel ranks first, and then expert groups.
+        # Within a stage, Megatron numbers tensor-parallel ranks
+        # first, then expert groups.
         index = header.data * tensor_size + header.tensor
         number, within = divmod(index, expert_size * expert_tensor_size)
         surveys[header.pipeline, number, within % expert_tensor_size].append(survey)
@@ -134,7 +136,7 @@ def _surveys_by_group(run: Run) -> dict[tuple[int, int, int], list[RankSurvey]]:
 
 
 def _group_of(surveys: Sequence[RankSurvey]) -> ExpertGroup | None:
-    """Return a group's waiting times, or None if no exchange was recorded by all of its ranks."""
+    """Return a group's waiting times, or None if no exchange was recorded on all of its ranks."""
     shared_keys = set(surveys[0].exchange_ns)
     for survey in surveys[1:]:
         shared_keys &= survey.exchange_ns.keys()
@@ -147,8 +149,8 @@ def _group_of(surveys: Sequence[RankSurvey]) -> ExpertGroup | None:
     num_last: Counter[int] = Counter()
     for key in shared_keys:
         took_ns = {survey.header.rank: survey.exchange_ns[key] for survey in surveys}
-        # The rank that arrives last does not wait for any other rank, so its exchange is the
-        # shortest.
+        # The last rank to arrive does not wait for any other rank, so its
+        # exchange is the shortest.
         last_rank = min(ranks, key=took_ns.__getitem__)
         num_last[last_rank] += 1
         for rank in ranks:
@@ -159,8 +161,9 @@ def _group_of(surveys: Sequence[RankSurvey]) -> ExpertGroup | None:
     waited_ns: Counter[int] = Counter()
     num_busiest: Counter[int] = Counter()
     fillable_ns = 0.0
-    # Judge each step separately. If the busiest rank changes between steps, every rank waits at
-    # some time, but a different order could fill only the waits of each step's busiest rank.
+    # Judge each step separately. If the busiest rank changes from step to step, every
+    # rank waits at some point, but a different order could fill only the waits of
+    # each step's busiest rank.
     for of_step in waited_by_step_ns.values():
         waited_ns.update(of_step)
         busiest_rank = min(ranks, key=of_step.__getitem__)
@@ -188,12 +191,12 @@ def _for_one(
 
 
 def _weights_ns(survey: RankSurvey) -> float:
-    """Return a rank's time for weight gradients per step."""
+    """Return how much time a rank spends on weight gradients per step."""
     total_ns = 0
     for (name, _stage, _slice), sample_ns in survey.actions.items():
         if name == "weight_gradient":
             total_ns += sum(sample_ns)
-    # The survey contains only the durations from the sampled iterations.
+    # The survey only contains durations from the sampled iterations.
     return total_ns / max(1, survey.num_sampled)
 
 
@@ -209,7 +212,7 @@ def _sentence(group: ExpertGroup, run: Run) -> str:
 
 
 def _help_for(group: ExpertGroup, run: Run) -> str:
-    """Return a sentence about the gain from delaying weight gradients or redistributing experts."""
+    """Return a sentence about the gain from postponing weight gradients or moving experts."""
     slow_rank = group.slow_rank
     persistent = _percent(group, group.persistent_ns)
     num_waiting = run.settings.get("waiting_weights")
@@ -228,18 +231,21 @@ def _help_for(group: ExpertGroup, run: Run) -> str:
         queue = "Postponed weight gradients would gain less than 1 %"
     else:
         queue = (
-            f"{_percent(group, group.fillable_ns)} could be filled by weight gradients, which only "
-            "schedules that split backward passes, such as zb-h1, run separately"
+            f"{_percent(group, group.fillable_ns)} could be filled with weight gradients, but only "
+            "schedules that split backward passes, such as zb-h1, run them separately"
         )
     if group.is_persistent:
         busiest = f"rank {slow_rank} has"
         if group.share_busiest[slow_rank] < 0.5:
-            busiest = "a rank, not the same in each step, has"
+            busiest = "a rank, not always the same one, has"
         return (
             f"{queue}. No schedule can remove the remaining {persistent}: {busiest} that much more "
-            "work in the whole step, which only a different division of experts or tokens changes."
+            "work over the whole step, which only a different division of experts or tokens can "
+            "change."
         )
-    return f"{queue}; an even division of experts gains {persistent} more."
+    return (
+        f"{queue}; dividing experts evenly would gain another {persistent} of a step."
+    )
 
 
 def _percent(group: ExpertGroup, time_ns: float) -> str:
@@ -247,7 +253,7 @@ def _percent(group: ExpertGroup, time_ns: float) -> str:
 
 
 def table(run: Run) -> list[list[str]]:
-    """Return a report row for each group and layer, with each rank's waiting time in ms."""
+    """Return a report row per group and layer, with each rank's waiting time in ms."""
     rows = []
     for group in expert_groups(run):
         for place, waited_ns in sorted(group.waited_by_layer_ns.items()):

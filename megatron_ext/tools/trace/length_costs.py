@@ -1,11 +1,11 @@
-"""Fits a cost per sample length to the durations in a traced run.
+"""Fits the cost of a sample, as a function of its length, to the durations in a traced run.
 
 A sample of L tokens costs a*L + b*L^2, and a micro-batch costs the sum over its samples. For each
 micro-batch, the trace contains the number of tokens, the number of token pairs within samples (the
 sum of L^2), and the time on each stage. The cost per token, a + b * (pairs per token), is a
-straight line. For each stage, a least-squares fit yields a and b; summing them over the stages
-gives the values for the model. Even if all samples have the same length, their slices are enough
-for a fit, because later slices attend to more tokens.
+straight line. A least-squares fit yields a and b for each stage, and their sums over the stages are
+the values for the model. Even if all samples have the same length, their slices are enough for a
+fit, because later slices attend to more tokens.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
 
 _OUTLIER = 5.0
-"""The second fit ignores durations whose error exceeds this multiple of the median error."""
+"""The second fit ignores durations with an error above this multiple of the median error."""
 _ONE_LENGTH = 1e-4
 """Micro-batches have the same length if their pairs per token differ by at most this fraction."""
 
 
 class Point(NamedTuple):
-    """The size of a micro-batch or slice, and its duration on a stage."""
+    """The size of a micro-batch or slice and its duration on a stage."""
 
     tokens: float
     pairs: float
@@ -38,9 +38,9 @@ class Point(NamedTuple):
 
 
 def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
-    """Return the cost of a sample by length, in seconds over all stages, from a run's traces.
+    """Return a sample's cost by length, in seconds over all stages, from a run's traces.
 
-    The second value contains the fit's relative error for each micro-batch on each stage.
+    The second value holds the fit's relative error for each micro-batch on each stage.
 
     Raises:
         DataError: The traces contain no lengths or only one, or slices depended on lengths.
@@ -50,24 +50,24 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
     if schedule is not None and schedule.placement.twin_hops:
         raise DataError(
             f"{run.directory}: under {schedule.name}, stages run micro-batches that another rank "
-            "has read; trace another schedule to measure the cost of a length"
+            "read; trace another schedule to measure the cost per sample length"
         )
     slices = (1.0,) if schedule is None else schedule.slices
     points_of_stages = list(_points(run, slices).values())
     if not points_of_stages:
         raise DataError(
-            f"{run.directory} contains no lengths of micro-batches; trace a schedule of this "
-            "package, with data that has tokens or cu_seqlens"
+            f"{run.directory} contains no micro-batch lengths; trace one of this package's "
+            "schedules, with data that has tokens or cu_seqlens"
         )
-    # A micro-batch passes through all stages, so add up the costs of the stages.
+    # A micro-batch passes through all stages, so add up the stages' costs.
     errors: list[float] = []
     linear_s = quadratic_s = 0.0
     for points in points_of_stages:
         cost = fit(points)
         if cost is None:
             raise DataError(
-                f"{run.directory}: all micro-batches have the same length, which does not show the "
-                "cost of a length; trace more steps, or data of several lengths"
+                f"{run.directory}: all micro-batches have the same length, which is not enough to "
+                "fit the cost per sample length; trace more steps, or data with several lengths"
             )
         linear_s += cost.linear
         quadratic_s += cost.quadratic
@@ -79,8 +79,8 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
 
 
 def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
-    """Return stage -> the micro-batches whose length is known."""
-    # Only ranks that read data record the lengths, which apply to all stages of the same replica.
+    """Return stage -> the micro-batches with known lengths."""
+    # Only ranks that read data record lengths, which apply to all stages of the replica:
     # (replica, step, micro-batch) -> (tokens, token pairs)
     lengths: dict[tuple[int, int, int], tuple[int, int]] = {}
     for rank in run.surveys:
@@ -98,7 +98,7 @@ def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
         ), took_ns in rank.microbatch_ns.items():
             tokens, pairs = lengths.get((rank.header.data, step, microbatch), (0, 0))
             if tokens:
-                # Tokens in a slice also attend to the tokens in all earlier slices.
+                # A slice's tokens also attend to the tokens of all earlier slices.
                 begin = sum(slices[:slice_index])
                 end = sum(slices[: slice_index + 1])
                 attended = end * end - begin * begin
@@ -115,15 +115,16 @@ class _Rate(NamedTuple):
 
 
 def fit(points: Sequence[Point]) -> LengthCost | None:
-    """Return the best fit to the durations, in seconds, or None if it is not determined."""
+    """Return the best fit to the durations, in seconds, or None if they do not determine one."""
     rates = [_Rate(pairs / tokens, took_s / tokens) for tokens, pairs, took_s in points]
     cost = None
-    # Fit twice, the second time without outliers such as steps disturbed by other programs.
+    # Fit twice. The second fit omits outliers, such as steps
+    # disturbed by other programs.
     for _ in range(2):
         pairs = [rate.pairs_per_token for rate in rates]
         seconds = [rate.s_per_token for rate in rates]
         longest = max(pairs, default=0.0)
-        # In the second pass, breaking here keeps the first fit.
+        # Breaking here in the second pass keeps the first fit.
         if not any(seconds) or longest - min(pairs) <= _ONE_LENGTH * longest:
             break
         cost = _line(pairs, seconds)
@@ -139,9 +140,9 @@ def fit(points: Sequence[Point]) -> LengthCost | None:
 
 
 def _line(pairs: Sequence[float], seconds: Sequence[float]) -> LengthCost:
-    """Return the least-squares line through the points, without negative costs."""
+    """Return the least-squares line through the points that has no negative costs."""
     quadratic, linear = statistics.linear_regression(pairs, seconds)
-    # A cost cannot be negative, so set it to 0 and fit only the other cost.
+    # A cost cannot be negative: set it to 0 and fit only the other one.
     if linear < 0:
         product = sum(x * y for x, y in zip(pairs, seconds, strict=True))
         return LengthCost(0.0, product / sum(x * x for x in pairs))

@@ -1,4 +1,4 @@
-"""Reads the costs of actions and messages from a run's traces."""
+"""Extracts the costs of actions and messages from a run's traces."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
 
 _MIN_SAMPLE = 8
-"""Minimum number of durations for estimating jitter."""
+"""Minimum number of durations needed to estimate jitter."""
 _NORMAL_QUARTILES = 1.349
-"""Distance between the quartiles of a normal distribution, in standard deviations."""
+"""Interquartile range of a normal distribution, in standard deviations."""
 
 
 def measured_costs(run: Run, schedule: Schedule) -> Costs:
@@ -37,11 +37,11 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
     if run.surveys and run.surveys[0].header.settings.get("waiting_weights"):
         raise DataError(
             f"{run.directory}: with --pipeline-waiting-weights, W ran during other actions, so the "
-            "trace does not show the time of either; trace a run without this flag"
+            "trace cannot tell their times apart; trace a run without this flag"
         )
-    # (name, stage, slice) of an action -> each rank's median, in nanoseconds. Slices are kept
-    # apart, because attention makes their durations differ, which would count as jitter: 12 % of a
-    # step of zb-h1 with four slices.
+    # (name, stage, slice) of an action -> each rank's median, in nanoseconds. Slices
+    # are kept separate, because attention makes their durations differ, which would
+    # count as jitter: 12 % of a step for zb-h1 with four slices.
     medians_ns: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     # Stage -> each rank's median.
     exchanges_ns: dict[int, list[float]] = defaultdict(list)
@@ -61,41 +61,41 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
         if times is None:
             raise DataError(
                 f"{run.directory}: the trace lacks forward or backward passes of stage {stage}; "
-                f"trace all pipeline ranks, for more than one iteration"
+                "trace all pipeline ranks for more than one iteration"
             )
         stages.append(times)
     forward_s, input_s, weight_s = (sum(times) for times in zip(*stages, strict=True))
-    # Latency can be measured only from messages for which the receiver waited. Other messages
+    # Only messages that the receiver waited for show the latency. Other messages
     # arrive before they are needed.
     delays_ns = [link.delay_ns for link in run.links if link.delay_ns is not None]
     exchanged_ns = sum(
         statistics.median(sample_ns) for sample_ns in exchanges_ns.values()
     )
     return Costs(
-        # The sums cover all stages, but `Costs` describes 1/pp of the model.
+        # The sums cover all stages, while `Costs` describes 1/pp of the model.
         forward_s / schedule.pp,
         input_s / schedule.pp,
         weight_s / schedule.pp,
         latency=statistics.median(delays_ns or [0]) / 1e9,
         stages=tuple(stages),
         jitter=statistics.median(sigmas or [0.0]),
-        # `Costs` requires a share below 1, but the ratio of medians of different samples may exceed
-        # 1.
+        # `Costs` requires a share below 1, but a ratio of medians from
+        # different samples may exceed 1.
         all_to_all=min(0.999, exchanged_ns / 1e9 / forward_s),
     )
 
 
 def refuse_slices_by_length(run: Run) -> None:
-    """Reject a run whose slices depended on lengths.
+    """Reject a run in which slices depended on lengths.
 
     Raises:
-        DataError: The run had `--pipeline-slice-tokens`.
+        DataError: The run used `--pipeline-slice-tokens`.
     """
     if run.surveys and run.settings.get("slice_tokens"):
         raise DataError(
             f"{run.directory}: with --pipeline-slice-tokens, micro-batches differ in length and in "
-            "slices, so the trace does not show the time of a whole micro-batch; trace a run "
-            "without this flag"
+            "their slices, so the trace does not show how long a whole micro-batch takes; trace a "
+            "run without this flag"
         )
 
 
@@ -104,7 +104,7 @@ def _jitter(sample_ns: Sequence[int]) -> float | None:
     positive_ns = [time_ns for time_ns in sample_ns if time_ns > 0]
     if len(positive_ns) < _MIN_SAMPLE:
         return None
-    # Use quartiles, because a few steps disturbed by other programs hardly affect them.
+    # Use quartiles: a few steps disturbed by other programs hardly affect them.
     low_ns, _, high_ns = statistics.quantiles(positive_ns, n=4)
     return math.log(high_ns / low_ns) / _NORMAL_QUARTILES
 
@@ -116,7 +116,7 @@ def _times_of_stage(
 ) -> StageTimes | None:
     """Return a micro-batch's forward, input-gradient and weight-gradient times on a stage.
 
-    Each time is the sum over the micro-batch's slices. Returns None if the stage was not traced.
+    Each time is the sum over the micro-batch's slices. Return None if the stage was not traced.
     """
 
     def seconds(name: str) -> float:
@@ -132,8 +132,9 @@ def _times_of_stage(
     input_s = seconds("input_gradient")
     weight_s = seconds("weight_gradient")
     if not (input_s and weight_s):
-        # The backward pass was not split, so the trace has only the total. Both halves compute
-        # matrix products of the same size, so assume that they take equally long.
+        # The backward pass was not split, so the trace only has the total.
+        # Both halves compute matrix products of the same size, so assume that
+        # they take the same time.
         input_s = weight_s = seconds("backward") / 2
     if not (forward_s and weight_s):
         return None
@@ -141,7 +142,7 @@ def _times_of_stage(
 
 
 def planned(run: Run, schedule: Schedule) -> Timeline:
-    """Return a run's table, simulated with the measured costs, in seconds."""
+    """Return a run's table simulated with the measured costs, in seconds."""
     attention = attention_of(schedule.slices)
     costs = replace(measured_costs(run, schedule), jitter=0.0, attention=attention)
     return evaluate(schedule, costs)

@@ -1,6 +1,6 @@
-"""Finds a run's traces, and reads a rank's file one iteration at a time.
+"""Finds a run's traces and reads a rank's file one iteration at a time.
 
-A file may still be growing, or may stop where its rank died. Unreadable lines are skipped and
+A file may still be growing, or may end where its rank died. Unreadable lines are skipped and
 counted.
 """
 
@@ -24,7 +24,7 @@ from megatron_ext.tracing.records import FILE_NAME, FORMAT, Header
 
 _MAX_HEADER_BYTES = 1 << 20
 _SEPARATORS = ",] \r\n"
-"""Characters between events on different lines, and after the last event."""
+"""Characters between events on different lines and after the last event."""
 DAMAGED = (
     AttributeError,
     LookupError,
@@ -33,11 +33,11 @@ DAMAGED = (
     TypeError,
     ValueError,
 )
-"""Errors from reading content that none of our ranks has written."""
+"""Errors from reading content that none of our ranks wrote."""
 
 
 def _refuse_constant(name: str) -> None:
-    """Reject NaN and infinities, which are not valid JSON, because browsers parse the data as JSON.
+    """Reject NaN and infinity, which are not valid JSON, because browsers parse the data as JSON.
 
     Raises:
         ValueError: Always.
@@ -49,7 +49,7 @@ _decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
 
 
 class Span(NamedTuple):
-    """An activity with its duration, in one iteration on one rank (`tracing.records`)."""
+    """An activity and its duration, in one iteration on one rank (`tracing.records`)."""
 
     name: str
     begin_ns: int
@@ -57,7 +57,7 @@ class Span(NamedTuple):
     end_ns: int
     attributes: Mapping[str, Any]
     message: int = 0
-    """Number of the message that was sent or received, or 0 if the span belongs to no message."""
+    """Number of the message sent or received, or 0 if the span does not belong to a message."""
 
 
 class Iteration(NamedTuple):
@@ -65,34 +65,34 @@ class Iteration(NamedTuple):
 
     number: int
     begin_ns: int
-    """The start time on the rank's clock, plus `TraceFile.shift_ns`."""
+    """Start time on the rank's clock, plus `TraceFile.shift_ns`."""
     duration_ns: int
     spans: list[Span]
-    """The spans, sorted by their start."""
+    """The spans, sorted by start time."""
     figures: Mapping[str, Any]
 
 
 @dataclass
 class TraceFile:
-    """The trace file from one rank."""
+    """One rank's trace file."""
 
     path: Path
     header: Header
     shift_ns: int = 0
-    """Amount to add to the times in this file, so that times agree across all ranks."""
+    """Amount to add to this file's times to make times agree across all ranks."""
     damaged: set[int] = field(default_factory=set)
-    """Numbers of the lines that were skipped when iterations were read."""
+    """Numbers of the lines skipped while reading iterations."""
     num_lines: int = 1
-    """Number of lines that were read so far, because a file may still grow."""
+    """Number of lines read so far, because the file may still grow."""
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield the number and the comma-separated events of every line.
+        """Yield every line's number and its comma-separated events.
 
         Raises:
             DataError: The file can no longer be read.
         """
         try:
-            # If the rank died, the file may end with an incomplete character.
+            # If the rank died, the file may end in the middle of a character.
             with self.path.open(encoding="utf-8", errors="replace") as file:
                 for number, line in enumerate(file):
                     if text := line.removeprefix("[").strip(_SEPARATORS):
@@ -103,16 +103,16 @@ class TraceFile:
             ) from error
 
     def iterations(self, only: int | None = None) -> Iterator[Iteration]:
-        """Yield all iterations in file order, or only the iteration numbered `only`.
+        """Yield all iterations in file order, or just the iteration numbered `only`.
 
         Raises:
             DataError: The file can no longer be read.
         """
         for number, text in self.lines():
             self.num_lines = max(self.num_lines, number + 1)
-            # Line 0 is the header. Search the text first, to avoid decoding lines for other
-            # iterations. Ranks write JSON without spaces, and other figures always follow the
-            # number.
+            # Line 0 is the header. Search the text first, to avoid decoding the lines
+            # of other iterations. Ranks write JSON without spaces, and the number is
+            # always followed by other figures.
             if not number or (only is not None and f'"iteration":{only},' not in text):
                 continue
             try:
@@ -121,7 +121,7 @@ class TraceFile:
                 self.damaged.add(number)
 
     def _iteration(self, text: str) -> Iteration:
-        # The event for the iteration itself comes last, because the rank writes it at the end.
+        # The iteration's own event comes last, because the rank writes it at the end.
         *events, last = _decode(f"[{text}]")
         figures = last["args"]
         check_figures(figures)
@@ -129,8 +129,8 @@ class TraceFile:
         duration_ns = _nanoseconds(last["dur"])
         spans = []
         for event in events:
-            # The time since boot is a float in microseconds, too large to resolve single
-            # nanoseconds, so a span may appear to start before its iteration.
+            # The time since boot is a float in microseconds and too large to resolve
+            # single nanoseconds, so a span may appear to start before its iteration.
             start_ns = max(0, round(1e3 * event["ts"]) - begin_ns)
             end_ns = start_ns + round(1e3 * event["dur"])
             if not start_ns <= end_ns < MAX_NUMBER:
@@ -142,7 +142,8 @@ class TraceFile:
             if not isinstance(message, int):
                 raise TypeError(f"a message has the number {message!r}")
             spans.append(Span(category, start_ns, end_ns, attributes, message))
-        # A rank writes each span when it ends, so nested spans are out of order in the file.
+        # A rank writes a span when it ends, so nested spans are
+        # out of order in the file.
         spans.sort(key=lambda span: span.begin_ns)
         return Iteration(
             figures["iteration"], begin_ns + self.shift_ns, duration_ns, spans, figures
@@ -150,7 +151,7 @@ class TraceFile:
 
 
 def _nanoseconds(time_us: float) -> int:
-    """Return a time from a file, in whole nanoseconds.
+    """Convert a time from a file to whole nanoseconds.
 
     Raises:
         OverflowError: The value is infinite.
@@ -163,7 +164,7 @@ def _nanoseconds(time_us: float) -> int:
 
 
 def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
-    """Return a run's trace files, ordered by global rank, and notes on problems.
+    """Return a run's trace files, ordered by global rank, and notes about problems.
 
     Raises:
         DataError: The directory does not exist or contains no trace.
@@ -173,13 +174,13 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
         reason = f": {notes[0]}" if notes else ""
         raise DataError(
             f"{directory} contains no trace of a rank{reason}; give the folder of a run that was "
-            f"trained with --trace, such as benchmark/data-1-pipeline-4-tensor-1-pp"
+            "trained with --trace, such as benchmark/data-1-pipeline-4-tensor-1-pp"
         )
-    # A run overwrites files from an earlier run in the same folder. If the earlier run had more
-    # ranks, some of its files remain.
+    # A run overwrites the files of an earlier run in the same folder. If the earlier
+    # run had more ranks, some of its files remain.
     files.sort(key=lambda file: file.header.wall_ns)
     newest = files[-1].header
-    # Files are sorted by time, so this keeps the newest file for each rank.
+    # Files are sorted by time, so this keeps each rank's newest file.
     by_rank = {
         file.header.rank: file for file in files if _is_of_run(file.header, newest)
     }
@@ -195,7 +196,7 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
 
 
 def _readable_files(directory: Path) -> tuple[list[TraceFile], list[str]]:
-    """Return all readable traces in a directory, and notes on unreadable traces.
+    """Return a directory's readable traces, and notes about unreadable ones.
 
     Raises:
         DataError: The directory cannot be listed.
@@ -211,7 +212,7 @@ def _readable_files(directory: Path) -> tuple[list[TraceFile], list[str]]:
     files: list[TraceFile] = []
     notes: list[str] = []
     for path in paths:
-        # Open only regular files: opening a pipe would block.
+        # Open regular files only: opening a pipe would block.
         if not fnmatch(path.name, pattern) or not path.is_file():
             continue
         try:
@@ -223,7 +224,7 @@ def _readable_files(directory: Path) -> tuple[list[TraceFile], list[str]]:
 
 def _is_of_run(header: Header, newest: Header) -> bool:
     """Return whether a file belongs to the same run as the newest file."""
-    # Runs that were started without torchrun have no run id.
+    # Runs started without torchrun have no run id.
     has_names = header.run and newest.run
     return header.sizes == newest.sizes and (header.run == newest.run or not has_names)
 
@@ -232,7 +233,7 @@ def _open(path: Path) -> TraceFile:
     """Read the first line of a file.
 
     Raises:
-        DataError: The file cannot be read, or is not a trace in this version's format.
+        DataError: The file cannot be read or is not a trace in this version's format.
     """
     try:
         with path.open("rb") as file:
@@ -240,7 +241,7 @@ def _open(path: Path) -> TraceFile:
         events = line.decode().removeprefix("[").strip(_SEPARATORS)
         fields = _decode(f"[{events}]")[0]["args"]
         number = fields.pop("format")
-        # Check the format first, because the other fields may differ between formats.
+        # Check the format first, because other fields may differ between formats.
         if number != FORMAT:
             raise DataError(
                 f"it has format {number}, but this version reads format {FORMAT}; use the version "

@@ -1,7 +1,7 @@
-"""Creates the page that explains a traced run: one self-contained HTML file.
+"""Creates the page that explains a traced run, as one self-contained HTML file.
 
-The verdict at the top says where the time goes and what to do about it. The page shows figures for
-all steps, but spans only for three: the median, the slowest and the planned step.
+The verdict at the top says where the time goes and what to do about it. The page has figures for
+all steps, but timelines for only three: the median step, the slowest step and the planned step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.tools.trace.reader import Iteration, Span
 
-# These limits keep the page small enough for a browser, however large the run is.
+# These limits keep the page small enough for a browser, no matter how large the run is.
 _MAX_SPANS = 150_000
 """Maximum number of spans in one timeline."""
 _MAX_RANKS = 512
@@ -52,19 +52,19 @@ _LEGEND = (
     ("after", "reduce, optimizer"),
 )
 _PEERS = {"on": "for", "to": "to", "from": "from"}
-"""Attribute that names another rank -> the word before that rank in a span's title."""
+"""Attribute that names another rank -> the word that precedes the rank in a span's title."""
 
 
 def page(run: Run) -> str:
-    """Return the HTML report on a run."""
+    """Return a run's HTML report."""
     notes = list(run.notes)
-    # The rest of the page is useful even without a table or a forecast, so only add a note.
+    # The page is useful even without a table or a forecast, so only add a note.
     plan = _plan(run, notes)
     forecast = _forecast(run, notes)
-    # Show only the fastest variant of each schedule, because the eight fastest variants alone would
-    # leave out zb-v.
+    # Show only each schedule's fastest variant. The eight fastest variants overall, for
+    # example, would not include zb-v.
     predictions = forecast.best_of_schedules
-    # Always show the traced schedule, for comparison.
+    # Always show the traced schedule for comparison.
     if (
         forecast.of_traced_schedule is not None
         and forecast.of_traced_schedule not in predictions
@@ -73,9 +73,9 @@ def page(run: Run) -> str:
     total = figures(run.surveys)
     slow_items = slow(run)[:_MAX_ROWS]
     shown_ranks = run.surveys[:_MAX_ROWS]
-    # Columns are equally wide for all ranks, so ranks that stopped early have fewer columns.
+    # Columns have the same width for all ranks, so ranks that stopped early have fewer.
     longest = max((rank.steps for rank in run.surveys), key=len)
-    # If there are many steps, a column shows the mean over several of them.
+    # If there are many steps, a column shows the mean of several.
     steps_per_column = -(-len(longest) // _MAX_COLUMNS)
     planned_figures = None
     if plan is not None:
@@ -115,7 +115,7 @@ def page(run: Run) -> str:
 
 
 def _plan(run: Run, notes: list[str]) -> Timeline | None:
-    """Return the table, simulated with the measured times, or None if no table can be read."""
+    """Return the table simulated with the measured times, or None if no table can be read."""
     try:
         schedule = run.schedule
         return None if schedule is None else planned(run, schedule)
@@ -125,7 +125,7 @@ def _plan(run: Run, notes: list[str]) -> Timeline | None:
 
 
 def _forecast(run: Run, notes: list[str]) -> Forecast:
-    """Return the forecast for other schedules, or an empty forecast if none is possible."""
+    """Return the forecast for other schedules, or an empty one if no forecast is possible."""
     try:
         return predict(run)
     except (DataError, ScheduleError) as error:
@@ -134,7 +134,7 @@ def _forecast(run: Run, notes: list[str]) -> Forecast:
 
 
 def _timelines(run: Run, plan: Timeline | None) -> list[dict[str, Any]]:
-    """Return the timelines for the page: two measured steps and the planned step."""
+    """Return the page's timelines: two measured steps and the planned step."""
     timelines = measured_timelines(run)
     if plan is not None:
         timelines.append(_planned_timeline(plan))
@@ -142,10 +142,10 @@ def _timelines(run: Run, plan: Timeline | None) -> list[dict[str, Any]]:
 
 
 def _filled_template(content: Mapping[str, Any]) -> str:
-    """Return the page with this content, which the page's script reads as JSON."""
+    """Return the page with this content embedded as JSON, which the page's script reads."""
     text = json.dumps(content, separators=(",", ":"))
-    # Traces may contain any text. Escape everything that could close the script element or start a
-    # comment, so that the text never acts as markup.
+    # Traces may contain arbitrary text. Escape everything that could close the script
+    # element or start a comment, so that no text is parsed as markup.
     text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     for theme in ("light", "dark"):
@@ -178,7 +178,7 @@ def _verdict(
     total: Step, forecast: Forecast, slow_items: Sequence[Slow]
 ) -> list[tuple[str, str]]:
     """Return (heading, sentence) pairs: where the time goes, what to change, and so on."""
-    # These causes mean that a rank waits for another rank.
+    # With these causes, a rank is waiting for another rank.
     causes_of_others = "input", "leader", "credit", "end of the pipeline"
     waits_ns = 0.0
     for cause, time_ns in total.idle_ns.items():
@@ -188,22 +188,22 @@ def _verdict(
         "in actions": total.busy_ns,
         "waiting for other ranks": waits_ns,
         "in other gaps": sum(total.idle_ns.values()) - waits_ns,
-        "in the reduction of gradients and the optimizer": total.after_ns,
+        "in gradient reduction and the optimizer": total.after_ns,
     }
     step_ns = sum(times_ns.values()) or 1
     shares = []
     for activity, time_ns in times_ns.items():
-        # Leave out shares that would round to 0 %.
+        # Omit shares that would round to 0 %.
         if time_ns >= 0.005 * step_ns:
             shares.append(f"{100 * time_ns / step_ns:.0f} % {activity}")
     answers = [("Where the time goes", f"A rank spends {', '.join(shares)}.")]
     if forecast.predictions:
         answers.append(("What to run", forecast.advice))
     if forecast.shared_cpus is not None:
-        doubt = (
-            f"{forecast.shared_cpus}, so waits are longer than with a CPU for each rank"
+        doubt = f"{forecast.shared_cpus}, so waits are longer than if each rank had its own CPU"
+        answer = (
+            f"{doubt}, and links are not judged. The forecast assumes one CPU per rank."
         )
-        answer = f"{doubt}, and links are not judged. The forecast assumes a CPU for each rank."
         answers.append(("What to treat with caution", answer))
     if slow_items:
         worst = [
@@ -215,7 +215,7 @@ def _verdict(
 
 
 def _idle_shares(steps: Sequence[Step], steps_per_column: int) -> list[float]:
-    """Return a rank's idle share in each column of the page, averaged over the column's steps."""
+    """Return a rank's idle share per column of the page, averaged over the column's steps."""
     ratios = [step.bubble_ratio for step in steps]
     shares = []
     for first in range(0, len(ratios), steps_per_column):
@@ -225,7 +225,7 @@ def _idle_shares(steps: Sequence[Step], steps_per_column: int) -> list[float]:
 
 
 def _settings(run: Run) -> list[list[str]]:
-    """Return (setting, value) pairs; a setting that differs between ranks has a row per value."""
+    """Return (setting, value) pairs. A setting that differs between ranks has one row per value."""
     ranks_by_value: dict[str, dict[str, list[int]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -244,7 +244,7 @@ def _settings(run: Run) -> list[list[str]]:
 
 
 def _planned_timeline(plan: Timeline) -> dict[str, Any]:
-    """Return the timeline of the simulated table."""
+    """Return the simulated table's timeline."""
     rows = []
     for bars_of_rank in plan.bars[:_MAX_RANKS]:
         row: list[Any] = []
@@ -265,12 +265,14 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
     for title, number in _chosen_steps(run).items():
         iterations: dict[str, Iteration] = {}
         replica_of: dict[str, int] = {}
-        # Replica -> micro-batch -> number of tokens, which only ranks that read data record.
+        # Replica -> micro-batch -> number of tokens. Only ranks
+        # that read data record it.
         tokens: dict[int, dict[int, int]] = defaultdict(dict)
         for rank in run.surveys[:_MAX_RANKS]:
             replica_of[rank.header.label] = rank.header.data
             for iteration in rank.file.iterations(only=number):
-                # Megatron's rerun state machine may repeat a step; keep the last attempt.
+                # Megatron's rerun state machine may repeat a
+                # step. Keep the last attempt.
                 iterations[rank.header.label] = iteration
                 lengths = iteration.figures.get("lengths", {})
                 for microbatch, (num_tokens, _) in lengths.items():
@@ -284,7 +286,7 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
             num_spans += len(iteration.spans)
         begin_ns = min(begins_ns)
         end_ns = max(ends_ns)
-        # Merge spans that would be too thin to be visible. A row has room for at most
+        # Merge spans that would be too thin to see. A row has room for at most
         # `_MAX_SPANS / rows` spans of this length.
         finest_ns = 0
         if num_spans > _MAX_SPANS:
@@ -302,15 +304,16 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
 
 
 def _chosen_steps(run: Run) -> dict[str, int]:
-    """Return title -> step number, for the steps shown on the page."""
-    # A rank that died early lacks steps, so consider only the steps that most ranks recorded.
+    """Return title -> step number for the steps that the page shows."""
+    # A rank that died early is missing steps, so consider only the
+    # steps with the most ranks.
     num_ranks = max(len(steps) for steps in run.steps.values())
     durations_ns: dict[int, float] = {}
     for number, steps in run.steps.items():
         if len(steps) == num_ranks:
             durations_ns[number] = max(step.duration_ns for step in steps)
     ranked = sorted(durations_ns, key=durations_ns.__getitem__)
-    # Choose a real step, because a mean over steps has no timeline.
+    # Choose an actual step, because a mean over steps has no timeline.
     chosen = {"median step": ranked[(len(ranked) - 1) // 2]}
     if len(ranked) > 1:
         chosen["slowest step"] = ranked[-1]
@@ -329,15 +332,15 @@ def _timeline(
 
 
 class _Cut(NamedTuple):
-    """A rank's micro-batches in a step whose slices depend on lengths."""
+    """A rank's micro-batches in a step where slices depend on lengths."""
 
     slice_sizes: Sequence[Sequence[float]]
-    """Slice sizes by micro-batch; empty if slices do not depend on lengths."""
+    """Slice sizes by micro-batch, or empty if slices do not depend on lengths."""
     tokens: Mapping[int, int]
-    """Number of tokens by micro-batch, if a rank has recorded it."""
+    """Number of tokens by micro-batch, if a rank recorded it."""
 
     def words(self, attributes: Mapping[str, Any]) -> list[str]:
-        """Return the page's description of the slice to which a span's attributes refer."""
+        """Return the page's description of the slice that a span's attributes refer to."""
         microbatch = attributes.get("microbatch", -1)
         if not 0 <= microbatch < len(self.slice_sizes):
             return []
@@ -365,7 +368,7 @@ def _bars(
         begin_us = (span.begin_ns + shift_ns) / 1e3
         length_us = (span.end_ns - span.begin_ns) / 1e3
         if bars and max(length_us, bars[-1][2]) < finest_ns / 1e3:
-            # The merged spans may have different titles, so the bar has no title.
+            # Merged spans may have different titles, so the bar has no title.
             bars[-1][2:] = begin_us + length_us - bars[-1][1], ""
             continue
         words = cut.words(span.attributes)

@@ -1,6 +1,6 @@
-"""Surveys one rank's trace in one pass: times by cause, costs, links and message times.
+"""Surveys a rank's trace in one pass: times by cause, costs, links and message times.
 
-The page, the forecast and the text summary are built from the surveys of all ranks.
+The page, the forecast and the text summary are built from all ranks' surveys.
 """
 
 from __future__ import annotations
@@ -19,70 +19,70 @@ from megatron_ext.tracing.records import ACTION_NAMES, Header
 if TYPE_CHECKING:
     from megatron_ext.tools.trace.reader import Iteration, Span, TraceFile
 
-# Limits on the size of a survey, because the surveys of all ranks are in memory at once and are
-# passed between processes.
+# These limit the size of a survey, because all ranks' surveys are in memory at once and
+# are passed between processes.
 _MAX_STEPS = 20_000
 _MAX_SAMPLED_ITERATIONS = 16
 _MAX_SAMPLED_SPANS = 40_000
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 _MAX_LINES = 16
-"""Maximum number of ranks that the text lists."""
+"""Maximum number of ranks listed in the text."""
 
 _KINDS: dict[str, Kind] = {name: kind for kind, name in ACTION_NAMES.items()}
 _IDLE = ("wait", "send", "weights")
-"""Spans in which a rank does not compute."""
+"""Spans during which a rank does not compute."""
 
 
 class Step(NamedTuple):
-    """One iteration on one rank, or a summary of several; times in nanoseconds."""
+    """One iteration on one rank, or a summary of several. Times are in nanoseconds."""
 
     number: int = 0
     begin_ns: int = 0
-    """Start time on the rank's clock; in a `Run`, on the common clock."""
+    """Start time on the rank's clock or, in a `Run`, on the common clock."""
     duration_ns: float = 0
     first_ns: float = 0
-    """Time from the start of the step to its first action; in a `Run`, until the first rank starts
-    the pipeline."""
+    """Time from the start of the step until its first action or, in a `Run`, until the first rank
+    starts the pipeline."""
     pipeline_ns: float = 0
-    """Time from the start of the step until its last action finishes; in a `Run`, until the last
+    """Time from the start of the step until its last action finishes or, in a `Run`, until the last
     rank finishes the pipeline."""
     busy_ns: float = 0
-    """The part of `pipeline_ns` in which actions run."""
+    """The part of `pipeline_ns` during which actions run."""
     idle_ns: Mapping[str, float] = MappingProxyType({})
-    """Cause -> its share of the rest of `pipeline_ns`. Causes are `input of rank 3`, `slot`,
+    """Cause -> its share of the rest of `pipeline_ns`. Causes include `input of rank 3`, `slot`,
     `leader`, `send`, `other`, and, while only other ranks have actions left, `end of the pipeline`.
     """
     after_ns: float = 0
-    """Time after the pipeline, for gradient reduction, the optimizer and so on."""
+    """Time after the pipeline: gradient reduction, the optimizer and so on."""
     optimizer_ns: float = 0
     memory_bytes: int = 0
     peak_live: float = 0
-    """The largest number of one-stage activations that the rank kept at once. Activations between I
-    and W may count as more than 1. With slices by length, the longest micro-batch in the step
+    """The largest number of one-stage activations that the rank held at once. Activations between I
+    and W may count as more than 1. If slices depend on lengths, the step's longest micro-batch
     counts as 1."""
     actions: int = 0
     """Number of actions."""
     out_of_order: int = 0
-    """Number of actions that ran before an earlier action in the table."""
+    """Number of actions that ran before an action that precedes them in the table."""
     activation_bytes: int = 0
-    """Bytes that the forward pass of one stage keeps, or 0 if unknown."""
+    """Bytes that one stage's forward pass keeps, or 0 if not known."""
     microbatches: int = 0
     """Number of micro-batches in one pipeline."""
     is_full: bool = True
-    """True if the step has as many micro-batches as the table. While the batch size ramps up, step
-    times differ."""
+    """True if the step has as many micro-batches as the table. Step times differ while the batch
+    size ramps up."""
     failed: bool = False
     """True if the step failed with an error, perhaps after a time-out."""
 
     @property
     def bubble_ratio(self) -> float:
-        """Share of the pipeline time in which no action runs."""
+        """Share of the pipeline time during which no action runs."""
         idle_ns = sum(self.idle_ns.values())
         return idle_ns / (self.busy_ns + idle_ns) if idle_ns else 0.0
 
     def within(self, begin_ns: float, end_ns: float) -> Step:
-        """Return this step for a pipeline that starts and ends at these times."""
-        # A rank that finishes early waits for the other ranks until the pipeline ends.
+        """Return this step, for a pipeline that starts and ends at these times."""
+        # A rank that finishes early waits for the others until the pipeline ends.
         wait_ns = min(self.after_ns, max(0, end_ns - self.begin_ns - self.pipeline_ns))
         idle_ns = dict(self.idle_ns)
         if wait_ns:
@@ -102,7 +102,7 @@ class Receive(NamedTuple):
     """The global rank that sent the message."""
     end_ns: int
     was_late: bool
-    """True if the message is a pipeline tensor and the rank waited for it."""
+    """True if the message carried a pipeline tensor that the rank waited for."""
 
 
 @dataclass
@@ -120,17 +120,17 @@ class Link:
     wire: str = ""
     """The wire that carries the messages."""
     delay_ns: int | None = None
-    """Median time from the start of a send to the end of its receive, over messages for which the
-    receiver waited. None: there is no such message with both ends recorded. `clocks.py` sets this
-    value, because it needs the surveys from both ranks."""
+    """Median time from the start of a send to the end of its receive, over messages that the
+    receiver waited for. None: both ends were not recorded for any such message. Set by `clocks.py`,
+    because it needs both ranks' surveys."""
 
 
 class ExchangeKey(NamedTuple):
-    """Identifies a token exchange on all ranks in an expert group."""
+    """Identifies a token exchange on all ranks of an expert group."""
 
     iteration: int
     kind: str
-    """Kind of the action that the exchange belongs to."""
+    """Kind of action that the exchange belongs to."""
     stage: int
     microbatch: int
     layer: int
@@ -141,31 +141,31 @@ class ExchangeKey(NamedTuple):
 
 @dataclass
 class RankSurvey:
-    """The survey of one rank, with times on its own clock."""
+    """One rank's survey, with times on its own clock."""
 
     file: TraceFile
     steps: list[Step] = field(default_factory=list)
     num_iterations: int = 0
     num_spans: int = 0
     wires: dict[int, str] = field(default_factory=dict)
-    """Global rank of each peer -> the wire that carries messages to and from it."""
+    """Global rank of each peer -> the wire for messages to and from it."""
     num_sampled: int = 0
-    """Number of iterations, evenly spread over the run, that the following fields cover."""
+    """Number of iterations, spread evenly over the run, that the fields below cover."""
     actions: dict[tuple[str, int, int], list[int]] = field(
         default_factory=lambda: defaultdict(list)
     )
     """(name, stage, slice) -> nanoseconds from the start of each action until the rank waits or
-    starts the next action. This includes runtime overhead."""
+    starts the next action, which includes runtime overhead."""
     microbatch_ns: dict[tuple[int, int, int, int], int] = field(
         default_factory=lambda: defaultdict(int)
     )
-    """(stage, iteration, micro-batch, slice) -> nanoseconds in all its actions."""
+    """(stage, iteration, micro-batch, slice) -> total nanoseconds of its actions."""
     exchanges: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Stage -> nanoseconds that each forward pass spent exchanging tokens between experts."""
     exchange_ns: dict[ExchangeKey, int] = field(default_factory=dict)
-    """Duration of each token exchange in nanoseconds, including waiting for the slowest rank."""
+    """Duration of each token exchange in nanoseconds, including the wait for the slowest rank."""
     lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    """(iteration, micro-batch) -> the number of tokens, and of token pairs within samples."""
+    """(iteration, micro-batch) -> the number of tokens and of token pairs within samples."""
     links: dict[int, Link] = field(default_factory=dict)
     """Global rank of the sender -> the link from that rank."""
     sends: dict[int, int] = field(default_factory=dict)
@@ -175,7 +175,7 @@ class RankSurvey:
 
     @property
     def header(self) -> Header:
-        """The header of the rank's trace file, which identifies the rank."""
+        """The trace file's header, which identifies the rank."""
         return self.file.header
 
     @property
@@ -185,40 +185,40 @@ class RankSurvey:
 
     @property
     def complete_steps(self) -> list[Step]:
-        """The steps that have the same size as the table, except the run's first step.
+        """The steps of the same size as the table, except for the run's first step.
 
-        If there are no such steps, the first step is used instead, or, if that step failed or has
-        another size, all steps.
+        If there are none, the first step is used instead or, if that step failed or has a different
+        size, all steps.
         """
         full = [step for step in self.steps if step.is_full and not step.failed]
-        # The first step in a run also allocates memory and compiles kernels.
+        # A run's first step also allocates memory and compiles kernels.
         warm = [step for step in full if step is not self.steps[0]]
         return warm or full or self.steps
 
 
 class _Sample:
-    """A limited number of iterations, evenly spread over the run and the same on all ranks.
+    """A limited number of iterations, spread evenly over the run and the same on all ranks.
 
-    It keeps the iterations whose multiples of the golden ratio have the smallest fractional parts.
-    They are evenly spread however many iterations there are.
+    Keeps the iterations whose numbers, times the golden ratio, have the smallest fractional parts.
+    These are spread evenly no matter how many iterations there are.
     """
 
     def __init__(self) -> None:
         self._iterations: dict[tuple[bool, float], Iteration] = {}
 
     def add(self, iteration: Iteration, *, is_measure: bool) -> None:
-        """Add an iteration, and drop iterations if the sample is too large.
+        """Add an iteration, and drop iterations if the sample becomes too large.
 
-        Unrepresentative iterations are dropped first: the first iteration in the run, and
-        iterations that failed or have another size.
+        Unrepresentative iterations are dropped first: the run's first iteration, and iterations
+        that failed or have a different size.
         """
-        # Use the iteration's number instead of its line: if a line is missing on one rank, the
-        # lines after it would be different iterations than on other ranks, and no message would
-        # have both of its ends in the sample.
+        # Use the iteration's number, not its line: if one rank is missing a line, all
+        # its later lines would be different iterations than on other ranks, and no
+        # message would have both of its ends in the sample.
         self._iterations[not is_measure, iteration.number * _GOLDEN_RATIO % 1] = (
             iteration
         )
-        # The first part of the key sorts unrepresentative iterations to the end.
+        # The key's first part sorts unrepresentative iterations to the end.
         while len(self._iterations) > 1 and self._is_too_large():
             del self._iterations[max(self._iterations)]
 
@@ -236,7 +236,7 @@ class _Sample:
 
     @property
     def measures(self) -> list[Iteration]:
-        """The representative iterations, which are the ones used to measure costs."""
+        """The representative iterations, which are used to measure costs."""
         measures = []
         for (is_no_measure, _), iteration in self._iterations.items():
             if not is_no_measure:
@@ -247,11 +247,11 @@ class _Sample:
 def survey(
     file: TraceFile, full_microbatches: int = 0, slices: Sequence[float] = (1.0,)
 ) -> RankSurvey:
-    """Read a rank's trace once, and return its survey.
+    """Read a rank's trace once and return its survey.
 
     Args:
         file: The trace.
-        full_microbatches: Number of micro-batches in the run's table; 0: unknown.
+        full_microbatches: Number of micro-batches in the run's table, or 0 if not known.
         slices: The fraction of a micro-batch in each of its slices.
 
     Raises:
@@ -272,8 +272,8 @@ def survey(
             iteration, is_measure=step.is_full and not step.failed and not is_first
         )
 
-    # If no iteration is representative, use the others: any messages are good enough to align the
-    # clocks.
+    # If no iteration is representative, use the others: any message will do
+    # for aligning the clocks.
     for iteration in sample.measures or sample.iterations:
         _IterationCounter(result, iteration).count()
     if not sample.measures:
@@ -281,7 +281,8 @@ def survey(
         result.actions.clear()
     for source, link in result.links.items():
         link.steps = result.num_sampled
-        # With Megatron's own transport, the wires are unknown, so name the transport instead.
+        # With Megatron's own transport, the wires are not known, so
+        # name the transport instead.
         link.wire = result.wires.get(
             source, result.header.settings.get("transport", "")
         )
@@ -294,18 +295,19 @@ def _step_of(
     full_microbatches: int,
     slices: Sequence[float],
 ) -> Step:
-    """Return the times and figures for an iteration."""
+    """Return an iteration's times and figures."""
     actions = [span for span in iteration.spans if span.name in _KINDS]
     busy_ns = covered_ns = 0
     row: list[Action] = []
     figures = iteration.figures
     slice_sizes = figures.get("slice_sizes", ())
     for span in actions:
-        # The two actions in a pair overlap, so count only time not covered by an earlier action.
+        # The two actions of a pair overlap, so only count time not
+        # covered by an earlier action.
         busy_ns += max(0, span.end_ns - max(span.begin_ns, covered_ns))
         covered_ns = max(covered_ns, span.end_ns)
         attributes = span.attributes
-        # Without the table, slice sizes are unknown, so ignore slices.
+        # Without the table, slice sizes are not known, so ignore slices.
         slice_index = (
             attributes.get("slice", 0) if full_microbatches or slice_sizes else 0
         )
@@ -322,7 +324,7 @@ def _step_of(
         first_ns = actions[0].begin_ns
     idle_ns, optimizer_ns = _idle_times(iteration.spans, covered_ns)
     other_ns = covered_ns - busy_ns - sum(idle_ns.values())
-    # This is data loading, Python, and everything else without a span.
+    # The rest is data loading, Python, and everything else that has no span.
     if other_ns > 0:
         idle_ns["other"] = other_ns
     return Step(
@@ -349,7 +351,7 @@ def _step_of(
 def _idle_times(
     spans: Iterable[Span], pipeline_ns: int
 ) -> tuple[dict[str, float], int]:
-    """Return cause -> the pipeline's idle nanoseconds, and the nanoseconds in the optimizer."""
+    """Return cause -> idle nanoseconds in the pipeline, and the nanoseconds in the optimizer."""
     idle_ns: dict[str, float] = {}
     optimizer_ns = 0
     for span in spans:
@@ -366,7 +368,7 @@ def _idle_times(
 
 
 class _IterationCounter:
-    """Adds the actions and messages in one iteration to a survey."""
+    """Adds one iteration's actions and messages to a survey."""
 
     def __init__(self, result: RankSurvey, iteration: Iteration) -> None:
         self._result = result
@@ -374,9 +376,9 @@ class _IterationCounter:
         self._open_action: tuple[str, int, int] | None = None
         """Name, stage and slice of the last action, until the next activity."""
         self._begin_ns = self._end_ns = 0
-        """Start and end of the last action, or of its pair."""
+        """Start and end of the last action or of its pair."""
         self._awaited: set[tuple[object, ...]] = set()
-        """Keys of the messages for which the rank has waited."""
+        """Keys of the messages that the rank has waited for."""
 
     def count(self) -> None:
         """Add all actions and messages to the survey."""
@@ -408,8 +410,9 @@ class _IterationCounter:
         slice_index = span.attributes.get("slice", 0)
         place = stage, self._iteration.number, microbatch, slice_index
         self._result.microbatch_ns[place] += span.end_ns - span.begin_ns
-        # Only the second action in a pair starts before the middle of the preceding action. The two
-        # run at the same time, so neither duration is the cost of its action.
+        # Only a pair's second action starts before the midpoint of the
+        # preceding action. The two run at the same time, so neither duration
+        # is the cost of its action.
         if 2 * span.begin_ns < self._begin_ns + self._end_ns:
             self._open_action = None
             self._end_ns = max(self._end_ns, span.end_ns)
@@ -441,8 +444,8 @@ class _IterationCounter:
 
     def _add_wait(self, span: Span) -> None:
         source = span.attributes.get("on")
-        # Waiting for a slot has no single source rank, because any of several ranks may free a
-        # slot.
+        # A wait for a slot has no single source rank, because any of
+        # several ranks may free one.
         if source is not None:
             self._link(source).waited_ns += span.end_ns - span.begin_ns
             self._awaited.add(self._message(source, span))
@@ -461,7 +464,7 @@ class _IterationCounter:
         return source, *values
 
     def _add_exchanges(self) -> None:
-        """Add all token exchanges, and the time that each forward pass spent in its exchanges."""
+        """Add all token exchanges and the time that each forward pass spent in them."""
         exchanged_ns: dict[tuple[int, int], int] = defaultdict(int)
         num_exchanges: Counter[tuple[str, int, int, int]] = Counter()
         for span in self._iteration.spans:
@@ -485,20 +488,20 @@ class _IterationCounter:
 
 
 def figures(surveys: Iterable[RankSurvey]) -> Step:
-    """Summarise the complete steps of some ranks.
+    """Summarise the complete steps of the given ranks.
 
     Durations are medians. The parts of a step are means, and the longest wait comes first. Memory
-    and activations are those in the worst step. Numbers of actions are sums.
+    and activations are from the worst step. Action counts are sums.
     """
     steps: list[Step] = []
     for rank in surveys:
         steps += rank.complete_steps
-    # A rank that died in its first step has no steps.
+    # A rank that died during its first step has no steps.
     if not steps:
         steps = [Step()]
     idle_ns: dict[str, float] = defaultdict(float)
     for step in steps:
-        # A step without this cause counts as 0, so divide by the number of all steps.
+        # A step without this cause counts as 0, so divide by the total number of steps.
         for cause, time_ns in step.idle_ns.items():
             idle_ns[cause] += time_ns / len(steps)
     return Step(
@@ -517,7 +520,7 @@ def figures(surveys: Iterable[RankSurvey]) -> Step:
 
 
 def text(surveys: Sequence[RankSurvey]) -> str:
-    """Return a run's figures as text: for all ranks together, and then for each rank."""
+    """Return a run's figures as text: for all ranks together, then for each rank."""
     total = figures(surveys)
     num_spans = sum(survey.num_spans for survey in surveys)
     num_iterations = max(survey.num_iterations for survey in surveys)
@@ -527,7 +530,7 @@ def text(surveys: Sequence[RankSurvey]) -> str:
         f"step {total.duration_ns / 1e6:.1f} ms, bubble {100 * total.bubble_ratio:.1f} % of the "
         f"pipeline's time, {jumped_percent:.1f} % of the actions out of order"
     )
-    # One line per rank, with the three causes for which it waited longest.
+    # One line per rank, with its three longest causes of waiting.
     for survey in surveys[:_MAX_LINES]:
         rank = figures([survey])
         causes = []

@@ -1,4 +1,4 @@
-"""The subcommands `aggregate` and `report`, and `plan --trace-dir`; all imports are cheap."""
+"""The subcommands `aggregate` and `report`, and `plan --trace-dir`. All imports are cheap."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -29,21 +29,21 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     aggregate = subparsers.add_parser(
         "aggregate",
         usage="%(prog)s --trace-dir DIR [-o FILE] [--detect]",
-        help="merge the traces of all ranks into one Chrome trace",
-        description="Merge the traces of a run, with a row for each rank and arrows from "
-        "sends to receives, for ui.perfetto.dev or chrome://tracing.",
+        help="merge all ranks' traces into one Chrome trace",
+        description="Merge a run's traces for ui.perfetto.dev or chrome://tracing, with one row "
+        "per rank and arrows from sends to receives.",
     )
     aggregate.set_defaults(run=_run_aggregate)
     report = subparsers.add_parser(
         "report",
         usage="%(prog)s --trace-dir DIR [-o FILE]",
         help="create a page that explains a traced run",
-        description="Write one HTML file that needs no network: measured and planned timelines, "
+        description="Write a self-contained HTML file that shows measured and planned timelines, "
         "what each rank waited for, memory, links and settings.",
     )
     report.set_defaults(run=_run_report)
     for parser, name in ((aggregate, "NAME-aggregated.json"), (report, "report.html")):
-        folder = "folder of the run, such as benchmark/data-1-pipeline-4-tensor-1-pp"
+        folder = "the run's folder, such as benchmark/data-1-pipeline-4-tensor-1-pp"
         parser.add_argument(
             "--trace-dir",
             # MegatronApp's name for the flag.
@@ -53,12 +53,12 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
             required=True,
             help=folder,
         )
-        output = f"output file (default: {name} in the folder of the run)"
+        output = f"output file (default: {name} in the run's folder)"
         parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=output)
     aggregate.add_argument(
         "--detect",
         action="store_true",
-        help="also list slow ranks and links; exit code 1 if there are any",
+        help="also list slow ranks and links; exit with code 1 if there are any",
     )
 
 
@@ -69,8 +69,8 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "--trace-dir",
         type=Path,
         metavar="DIR",
-        help="predict the step of every schedule and policy with the sizes and costs of a traced "
-        "run in this folder; with --lengths, take the cost of a length from it",
+        help="predict the step time of every schedule and policy from the sizes and costs of the "
+        "traced run in this folder; with --lengths, take the cost per sample length from that run",
     )
     parser.add_argument(
         "--memory-gb", dest="memory_gib", type=_gibibytes, help=argparse.SUPPRESS
@@ -79,8 +79,8 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "--memory-gib",
         type=_gibibytes,
         metavar="G",
-        help="with --trace-dir: leave out schedules that need more memory on a rank; with "
-        "--devices: memory of a device (default: the memory of that device)",
+        help="with --trace-dir: skip schedules that need more memory than this on a rank; with "
+        "--devices: memory per device (default: the device's actual memory)",
     )
     # Keep `plan`'s original function, which runs without a trace.
     parser.set_defaults(run=_run_plan, run_simulated=parser.get_default("run"))
@@ -88,7 +88,7 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
 
 def _run_plan(args: argparse.Namespace) -> int:
     simulated: Callable[[argparse.Namespace], int] = args.run_simulated
-    # With --lengths, the trace only replaces --length-costs and missing sizes.
+    # With --lengths, the trace only supplies --length-costs and missing sizes.
     if args.trace_dir is not None and args.lengths is not None:
         _take_length_costs(args)
         return simulated(args)
@@ -96,14 +96,14 @@ def _run_plan(args: argparse.Namespace) -> int:
         return _run_forecast(args)
     if args.memory_gib is not None:
         raise ArgumentsError(
-            "--memory-gib limits the memory of a traced run or of a layout; add --trace-dir DIR, "
-            "or --devices 64xh100"
+            "--memory-gib limits the memory for a traced run or a layout; add --trace-dir DIR, or "
+            "--devices 64xh100"
         )
     return simulated(args)
 
 
 def _take_length_costs(args: argparse.Namespace) -> None:
-    """Set `--length-costs`, and any sizes that the user has not given, from the traced run."""
+    """Set `--length-costs`, and any sizes that the user did not set, from the traced run."""
     from megatron_ext.tools.trace import aggregate
     from megatron_ext.tools.trace.length_costs import measured_length_cost
 
@@ -111,7 +111,7 @@ def _take_length_costs(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             flag = "--" + name.replace("_", "-")
             raise ArgumentsError(
-                f"--lengths takes the cost of a length from --trace-dir; leave {flag} out"
+                f"--lengths takes the cost per sample length from --trace-dir; leave {flag} out"
             )
     run = aggregate.read_run(args.trace_dir)
     cost, errors = measured_length_cost(run)
@@ -129,22 +129,22 @@ def _take_length_costs(args: argparse.Namespace) -> None:
                 setattr(args, name, size)
     args.length_costs = f"{cost.linear:.6g},{cost.quadratic:.6g}"
     print(
-        f"--length-costs {args.length_costs}: seconds over all stages per token, and per pair "
-        f"of tokens in one sample; {len(errors)} measurements, median error "
+        f"--length-costs {args.length_costs}: seconds over all stages per token, and per pair of "
+        f"tokens in a sample; {len(errors)} measurements, median error "
         f"{100 * statistics.median(errors):.1f} %",
         file=sys.stderr,
     )
 
 
 def _run_forecast(args: argparse.Namespace) -> int:
-    """Predict every schedule from a trace."""
+    """Predict every schedule's step time from a trace."""
     refuse_others(
         args,
         ("trace_dir", "memory_gib", "json"),
         "--trace-dir takes sizes and costs from the run and predicts every schedule, so {} has no "
         "effect; leave it out",
     )
-    # Import here, because the forecast imports every schedule, which would slow down `--help`.
+    # Import here: the forecast imports every schedule, which would slow down `--help`.
     from megatron_ext.tools.trace import aggregate, forecast
 
     prediction = forecast.predict(aggregate.read_run(args.trace_dir), args.memory_gib)
@@ -181,7 +181,7 @@ def _run_aggregate(args: argparse.Namespace) -> int:
     )
     if not args.detect:
         return 0
-    # With --detect, a finding is a failure, so that scripts can use the exit code.
+    # With --detect, a finding counts as a failure, so scripts can check the exit code.
     slow_items = aggregate.slow(run)
     for item in slow_items:
         print(f"slow {item.name}: {item.factor:.2f} x the median")
@@ -198,7 +198,7 @@ def _run_aggregate(args: argparse.Namespace) -> int:
 
 
 def _write_costs(run: Run) -> None:
-    """Write the costs for `--pipeline-schedule auto:DIR`, if the traces contain all of them."""
+    """Write the costs for `--pipeline-schedule auto:DIR`, if the traces contain them all."""
     from megatron_ext.planning.measured import COSTS_FILE, SIZES, MeasuredCosts
     from megatron_ext.tools.trace.measured_costs import measured_costs
 
@@ -207,9 +207,10 @@ def _write_costs(run: Run) -> None:
     try:
         costs = measured_costs(run, run.schedule)
     except DataError:
-        # Traces are missing for some ranks. The Chrome trace does not need them.
+        # Some ranks' traces are missing. The Chrome trace does not need them.
         return
-    # Store the sizes too, so that a later run can check that the costs are for its model.
+    # Also store the sizes, so that a later run can check if the
+    # costs are for its model.
     sizes = {name: run.settings[name] for name in SIZES if name in run.settings}
     measured = MeasuredCosts(
         stages=costs.stages,
@@ -244,7 +245,7 @@ def _run_report(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _writing(output: Path) -> Iterator[None]:
-    """Turn an error while writing the file into a DataError with a remedy."""
+    """Turn errors from writing the file into a DataError with a remedy."""
     try:
         yield
     except OSError as error:

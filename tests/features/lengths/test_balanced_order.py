@@ -276,7 +276,10 @@ def test_data_that_cannot_be_read_ahead_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, r"balance=order is for schedules of this package; add schedule=NAME"),
+        (
+            {},
+            r"balance=order requires one of this package's schedules; add schedule=NAME",
+        ),
         (
             {"disaggregation": Disaggregation()},
             "disaggregation cannot run with balance=order",

@@ -174,7 +174,7 @@ def test_the_bound_is_reached() -> None:
 @pytest.mark.parametrize(
     ("lengths", "said"),
     [
-        ([0, 5], "a sample has 0 tokens; leave out samples without tokens"),
+        ([0, 5], "a sample has 0 tokens; remove empty samples"),
         (
             [101],
             "a sample has 101 tokens, but a micro-batch has at most 100; cut the sample",

@@ -70,6 +70,6 @@ def test_scales_have_to_match_the_table() -> None:
     ):
         simulate(schedule, Costs(microbatch_scale=(1, 2, 3)))
     with pytest.raises(
-        ScheduleError, match="factors of micro-batches must be 0 or more"
+        ScheduleError, match="micro-batch factors must be between 0 and"
     ):
         Costs(microbatch_scale=(1, -2))

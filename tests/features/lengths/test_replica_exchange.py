@@ -260,8 +260,8 @@ def _step_of_replicas(num_items: tuple[int, ...]) -> Any:
 def test_a_replica_without_data_ends_all() -> None:
     fed, starved = run_ranks(2, _step_of_replicas, (M, 3))
     assert fed == (
-        "--pipeline-balance pack: data-parallel rank 1 could not read its micro-batches of this "
-        "step; see the error of that rank"
+        "--pipeline-balance pack: data-parallel rank 1 could not read this step's "
+        "micro-batches; see that rank's error"
     )
     assert starved.startswith(
         f"the data ended after 3 of {M} micro-batches of a step; train"

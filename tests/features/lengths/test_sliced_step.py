@@ -225,7 +225,7 @@ def test_ranks_agree_on_slices() -> None:
     ]
     assert "use --pipeline-slice-tokens 9 or more" in failed[0]
     assert "the data ended after 2 of 3" in failed[1]
-    assert "see the error of that rank" in also_failed[0]
+    assert "see that rank's error" in also_failed[0]
     assert failed[2] == also_failed[2]
     assert "no rank has a data iterator" in failed[2]
     assert "different lengths; pass the same data" in failed[3]

@@ -84,10 +84,10 @@ def test_a_table_without_waiting_weights_is_the_same() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"waiting_weights": -1}, "must be 0 or more"),
+        ({"waiting_weights": -1}, "must be at least 0"),
         ({"schedule": "auto"}, "compares tables without it"),
         ({"dynamic": DynamicOrder()}, "cannot run with dynamic"),
-        ({"schedule": None}, "is for schedules of this package"),
+        ({"schedule": None}, "requires one of this package's schedules"),
         (
             {"schedule": None, "pairs": False, "disaggregation": Disaggregation()},
             "cannot run with disaggregation, which has no pairs; leave waiting_weights out",
@@ -226,7 +226,7 @@ def test_a_stream_of_an_earlier_training_is_logged(
 
     backend = SimpleNamespace(runtime=SimpleNamespace(Stream=Stream))
     SideStreams.of_device(backend, torch.device("cpu"))
-    assert ("an earlier training in this process" in caplog.text) != is_first
+    assert ("an earlier training run in this process" in caplog.text) != is_first
 
 
 def test_the_log_counts_the_activations_of_weights_that_wait() -> None:

@@ -678,7 +678,7 @@ def shared_storages() -> None:
     with kept.of(0, 1, 0, bounds, backward=False):
         assert kept.running is not None
         with pytest.raises(
-            ScheduleError, match="Identity has keys of 1 and values of 5 tokens"
+            ScheduleError, match="Identity has keys for 1 and values for 5 tokens"
         ):
             kept.running.with_earlier(layer, one_token, leaves[:5])
         kept.running.with_earlier(layer, leaves[:5], leaves[:5])[1].mul_(2)
@@ -964,7 +964,7 @@ def cut_batches() -> None:
     for wrong, reason in [
         (
             {"tokens": torch.zeros(2, 7)},
-            r"tokens \[2, 7\] of a micro-batch cannot be cut",
+            r"tokens \[2, 7\] of a micro-batch with 24 tokens cannot be cut",
         ),
         (
             {"images": torch.zeros(2, SEQUENCE)},
@@ -972,7 +972,7 @@ def cut_batches() -> None:
         ),
         (
             {"images": torch.zeros(2, 7)},
-            r"images \[2, 7\] .* leave it out of the data",
+            r"images \[2, 7\] .* remove it from the data",
         ),
         ([1], "the data iterator yields a list"),
     ]:
@@ -981,7 +981,7 @@ def cut_batches() -> None:
         with pytest.raises(ScheduleError, match=reason):
             next(items)
     whole: Any = [item(0)]
-    with pytest.raises(ScheduleError, match="but the data comes from a list"):
+    with pytest.raises(ScheduleError, match="but the data is a list"):
         SlicedData(MicrobatchData(whole), [BOUNDS], 3).view(0)
     advantages = torch.arange(2.0 * SEQUENCE).view(2, -1)
     with_advantages = MicrobatchData(iter([{**item(0), "advantages": advantages}]))
@@ -1098,12 +1098,12 @@ def wrong_layers() -> list[str]:
 
 def test_attention_to_later_tokens_a_fused_softmax_and_padding_are_refused() -> None:
     [(fused, later, padded)] = run_ranks(1, wrong_layers)
-    assert "padding_mask of GPTModel's forward cannot be used in slices" in padded
+    assert "GPTModel.forward's padding_mask cannot be used in slices" in padded
     assert (
         "not the fused softmax in 16 bits, which requires as many queries as keys"
         in fused
     )
-    assert "not attention to later tokens; leave the slices out" in later
+    assert "not attention to later tokens; disable slices" in later
 
 
 def strange_models() -> list[str]:
@@ -1177,5 +1177,5 @@ def test_hooks_and_modules_that_may_connect_tokens_are_refused_unless_they_decla
         )
     for refusal, kind in zip(modules, ("Mean", "BatchNorm1d", "Conv1d"), strict=True):
         assert refusal.startswith(
-            f"decoder.layers.1.extra ({kind}) runs once for each slice"
+            f"decoder.layers.1.extra ({kind}) runs once per slice"
         )

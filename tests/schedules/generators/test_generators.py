@@ -185,7 +185,7 @@ def test_groups_that_are_not_full_cost_no_more_than_full_ones(pp: int) -> None:
         ("dualpipe", 3, 8, {}, "pp must be even", "use 4, or zb-v"),
         ("dualpipe", 2, 8, {}, "at least 4, got 2", "use 4, or zb-v"),
         ("dualpipe", 4, 9, {}, "must be even, got 9", "use 10"),
-        ("zb-v", 4, 8, {"chunks": 3}, "2 stages for each rank", "interleaved"),
+        ("zb-v", 4, 8, {"chunks": 3}, "2 stages per rank", "interleaved"),
         ("zb-v", 4, 8, {"order": "zb"}, "has no option 'order'", "it has: none"),
         ("1f1b", 0, 8, {}, "pp must be at least 1", "got 0"),
         ("1f1b", 4, 0, {}, "micro-batches must be at least 1", "got 0"),

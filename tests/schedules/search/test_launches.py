@@ -183,5 +183,5 @@ def test_a_launch_is_part_of_what_users_write() -> None:
     for wrong in ("1,1,1,0,0.1,2", "1,1"):
         with pytest.raises(ScheduleError, match="three numbers"):
             Costs.parse(wrong)
-    with pytest.raises(ScheduleError, match="time of a launch must be 0 or more"):
+    with pytest.raises(ScheduleError, match="launch time must be between 0 and"):
         Costs(launch=-1)

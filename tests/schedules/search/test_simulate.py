@@ -110,7 +110,7 @@ def test_uneven_stages() -> None:
     assert timeline.starts[1] == [1, 3, 5, 9]
     assert timeline.ideal == 12
     assert timeline.makespan == 15
-    with pytest.raises(ScheduleError, match="give the times of each stage"):
+    with pytest.raises(ScheduleError, match="give times for every stage"):
         simulate(GPIPE, Costs(stages=((1.0, 1.0, 1.0),)))
 
 

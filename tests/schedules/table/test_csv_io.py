@@ -142,7 +142,7 @@ def _edit(row: int, old: str, new: str) -> Callable[[str], str]:
         (_edit(1, "1B2", "1B2,1B2"), (4, 6), ["1B2 cannot run here", "already", ">>1B2<<"]),
         (_edit(2, "2F3", ""), (4, 6), ["2B3 cannot run here", "2F3 has to run before", ">>2B3<<"]),
         (_edit(2, "2F3", "2F9"), (4, None), ["2F3 has to run before it"]),
-        (_edit(2, "2F3", "1F3"), (4, 6), ["row 3 runs 1F3", "stage 1 is on row 2"]),
+        (_edit(2, "2F3", "1F3"), (4, 6), ["row 3 runs 1F3", "stage 1 is in row 2"]),
         (_edit(0, "0F4,0B1", "0B1,0F4"), (4, 6), None),
         (lambda text: text.replace("0F0,0F1", "0F1,0F0", 1), (4, 6), None),
         (lambda text: text, (8, 6), ["for pp 4 and not for pp 8", "--pp 4"]),

@@ -108,7 +108,7 @@ def test_layers_that_do_not_divide_are_spread_over_ranks(
 
 
 def test_too_few_layers_are_an_error() -> None:
-    with pytest.raises(ScheduleError, match="3 layers do not divide into 4 stages"):
+    with pytest.raises(ScheduleError, match="3 layers are too few for 4 stages"):
         cut([1.0] * 3, 0.0, 0.0, place.linear(4))
 
 

@@ -146,7 +146,7 @@ def test_a_cycle_is_shown_in_full() -> None:
     rows = _rows("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1")
     message = _message(replace(generate("1f1b", 3, 2), rows=rows))
     assert message.splitlines() == [
-        "the orders of the ranks form a cycle, so these actions wait for each other:",
+        "the ranks' orders form a cycle, so these actions wait for each other:",
         "  0B0 on rank 0 needs 1B0, which comes after 1F1",
         "  rank 0, action 1: 0F0 >>0B0<< 0F1 0B1",
         "  1F1 on rank 1 needs 0F1, which comes after 0B0",

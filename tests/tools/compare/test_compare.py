@@ -216,7 +216,7 @@ def test_a_dry_run_refuses_what_a_run_would(
     ("option", "flags", "message"),
     [
         ("--with", "zb-h1 --load other", "--with --load: all runs start from the same"),
-        ("--with", "zb-h1 --ckpt-step=2", "put --ckpt-step among the script's flags"),
+        ("--with", "zb-h1 --ckpt-step=2", "move --ckpt-step to the script's flags"),
         (
             "--reference",
             "gpipe --exit-interval 2",
@@ -355,7 +355,9 @@ def test_a_calibration_that_falls_back_teaches_nothing(
     words = ["--calibrate", "--rounds", "1", "--with", SLICES, "-o", "out"]
     assert compare(monkeypatch, *words, "--", *RECIPE.split()) == 1
     shown = capsys.readouterr().out
-    assert "stated one holds: it trained 4 steps, but the reference trained 5" in shown
+    assert (
+        "stated one applies: it trained 4 steps, but the reference trained 5" in shown
+    )
 
 
 def test_other_numbers_end_with_exit_code_3(
@@ -546,7 +548,7 @@ FORWARD_OF_LAYER_2 = Difference(
 )
 
 
-OLD_TORCH = "operators are recorded by torch 2.10 and later, and torch is 2.9.1"
+OLD_TORCH = "recording operators requires torch 2.10 or later, but torch is 2.9.1"
 
 
 @pytest.mark.parametrize("unavailable", ["", OLD_TORCH])
@@ -665,7 +667,8 @@ def test_a_rounded_run_that_fails_leaves_what_was_measured(
     assert compare(monkeypatch, *words) == 1
     shown = capsys.readouterr().out
     assert (
-        "no tolerance was learned, so the stated one holds: localhost: rank 1" in shown
+        "no tolerance was learned, so the stated one applies: localhost: rank 1"
+        in shown
     )
     assert "0.0001 of a loss and 0.001 of a norm, stated for all models" in shown
 
@@ -680,7 +683,7 @@ def test_no_tolerance_is_learned_if_rounding_changes_everything(
     words = ["--calibrate", "--rounds", "1", "--with", SLICES, "-o", "out"]
     assert compare(monkeypatch, *words, "--", *RECIPE.split()) == 1
     shown = capsys.readouterr().out
-    assert "no tolerance was learned, so the stated one holds: that run" in shown
+    assert "no tolerance was learned, so the stated one applies: that run" in shown
     assert "differ by more than rounding explains" in shown
 
 

@@ -195,7 +195,7 @@ def test_a_third_folder_gives_the_tolerances(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--folders", "a"], "--folders got 1; give the folders of the reference"),
+        (["--folders", "a"], "--folders got 1; pass the folders of the reference"),
         (["--folders", "a", "b", "--self"], "leave --self out"),
         (["--folders", "a", "b", "--steps", "9"], "leave --steps out"),
         (["--folders", "a", "b", "--nproc", "2"], "leave --nproc 2 out"),

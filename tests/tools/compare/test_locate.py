@@ -390,8 +390,8 @@ def test_gradients_of_other_replicas_are_not_held_to_a_tolerance_of_zero(
             (Header(0, "a"), Header(0, "b"), Header(0, "c")),
             "without MEGATRON_EXT_DIGESTS_ROUNDING=1",
         ),
-        ((Header(0, "a"), ROUNDED, ROUNDED), "give it as the third folder"),
-        ((ROUNDED, Header(0, "a"), ROUNDED), "give it as the third folder"),
+        ((Header(0, "a"), ROUNDED, ROUNDED), "pass it as the third folder"),
+        ((ROUNDED, Header(0, "a"), ROUNDED), "pass it as the third folder"),
     ],
 )
 def test_a_folder_of_the_wrong_kind_of_run_is_refused(
@@ -411,7 +411,7 @@ def test_tolerances_of_another_cut_are_refused(tmp_path: Path) -> None:
     second = write(tmp_path / "candidate", step_records(), header=Header(0, slices=2))
     other_parts = [item._replace(part="t0") for item in step_records()]
     learned_from = write(tmp_path / "rounded", other_parts, header=ROUNDED)
-    with pytest.raises(DataError, match="record it with the flags of the reference"):
+    with pytest.raises(DataError, match="record it with the reference's flags"):
         compare(first, second, learned_from)
 
 

@@ -217,7 +217,7 @@ def test_an_old_torch_is_refused(
     monkeypatch.setenv(OPERATORS, str(PLACE))
     if is_refused:
         with pytest.raises(
-            DataError, match=r"torch 2.10 and later, and torch is 2.9.1\+cpu"
+            DataError, match=r"torch 2.10 or later, but torch is 2.9.1\+cpu"
         ):
             place_asked_for()
     else:

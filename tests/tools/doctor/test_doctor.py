@@ -204,7 +204,7 @@ def test_a_cuda_build_of_torch_without_a_driver() -> None:
     assert "set MEGATRON_EXT_DEVICE=cpu" in line
     assert "nvidia-smi" in line
     asked = run_python("-c", _NO_DRIVER, MEGATRON_EXT_DEVICE="cpu")
-    assert asked.stdout == "OK   device: cpu, collectives by gloo, as requested\n"
+    assert asked.stdout == "OK   device: cpu, collectives via gloo, as requested\n"
 
 
 @pytest.mark.parametrize("installed", [False, True])
@@ -216,7 +216,7 @@ def test_kernels_that_megatron_expects_on_cuda(
         checks, "find_spec", lambda module: object() if installed else None
     )
     device_line, *kernels = map(str, checks.check_device())
-    assert device_line.startswith("OK   device: cuda, collectives by nccl")
+    assert device_line.startswith("OK   device: cuda, collectives via nccl")
     wanted = [
         "--transformer-impl local --no-persist",
         "--no-gradient-accumulation-fusion",
@@ -273,7 +273,7 @@ def test_each_warning_of_a_host_is_shown_as_it_is(
     found = [f for f in check_hosts(plan, 30) if f.level == "WARN"]
     assert {f.finding.split(",")[0]: f.remedy for f in found} == {
         "64 MiB are free in /dev/shm": "give it more",
-        "its clock is +60 s off this machine's": "let NTP or chrony set it",
+        "its clock is +60 s off this machine's": "synchronize it with NTP or chrony",
     }
 
 

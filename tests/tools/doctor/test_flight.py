@@ -58,7 +58,7 @@ CASES = {
     "devices left over": (ONE.format(64) + PP.format(5), "layout", "FAIL", "world size 8"),
     "layers left over": (
         ONE.format(64) + PP.format(2) + "--num-layers 33", "layout", "FAIL",
-        "33 layers do not divide into 2 stages",
+        "33 layers do not divide evenly into 2 stages",
     ),
     "experts on too many ranks": (
         ONE.format(64) + PP.format(8) + "--num-experts 8 --expert-model-parallel-size 2", "layout",
@@ -66,7 +66,7 @@ CASES = {
     ),
     "layers of a hybrid left over": (
         ONE.format(64) + PP.format(4) + "--hybrid-layer-pattern M*M-M*", "layout", "FAIL",
-        "^6 layers do not divide into 4 stages",
+        "^6 layers do not divide evenly into 4 stages",
     ),
     "no tokens": (DEVICE + "--seq-length 0", "training", "FAIL", "--seq-length is 0"),
     "letters of another model": (
@@ -78,7 +78,7 @@ CASES = {
     ),
     "experts without a number": (
         ONE.format(64) + PP.format(4) + "--hybrid-layer-pattern M*|M-|M*|ME", "layout", "FAIL",
-        r"has layers of experts \(E\)",
+        r"has expert layers \(E\)",
     ),
     "one stage with ends": (
         ONE.format(64) + PP.format(1) + "--forward-backward-disaggregating --hidden-dropout 0 "
@@ -253,7 +253,7 @@ def test_a_vocabulary_of_the_tokenizer() -> None:
     )["layout"]
     assert (found.level, found.remedy) == (
         "OK",
-        "add --padded-vocab-size with it",
+        "add --padded-vocab-size with that size",
     )
 
 

@@ -276,8 +276,7 @@ def test_a_port_that_is_taken_on_the_first_host(hosts: Cluster) -> None:
     done = hosts.run(*hosts.launch_arguments(hosts.hostfile(slots=1), *words))
     assert done.returncode == 2
     assert (
-        f"{ADDRESSES[0]}: port {taken} cannot be used for the ranks to meet"
-        in done.stderr
+        f"{ADDRESSES[0]}: port {taken} cannot be used for the rendezvous" in done.stderr
     )
     assert not in_namespace(hosts, 0) + in_namespace(hosts, 1)
 

@@ -354,7 +354,7 @@ def test_ranks_end_with_the_keeper_of_the_first_host(tmp_path: Path) -> None:
             first_host.kill()
             _, errors = keeper.communicate(timeout=60)
             assert keeper.returncode == 1
-            assert "the keeper of the first host does not answer" in errors
+            assert "the first host's keeper does not answer" in errors
             assert runs.marked("orphaned", 7) == set()
         finally:
             keeper.kill()

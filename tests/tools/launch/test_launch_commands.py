@@ -96,11 +96,11 @@ ROLES = ("--forward-backward-disaggregating", *SAVED)
         ("a:1\nb:1", ("--spares", "1", "--", "job.py"), "--spares 1 without restarts"),
         ("a:1", ("--reserve", "2", "--", "job.py"), "--reserve 2 has no effect"),
         ("a:1", ("--keep-going", "--", "job.py"), "--keep-going needs --save DIR --load DIR"),
-        ("a:1", ("--keep-going", "--per-node", "--", "true"), "leave out one of the two"),
+        ("a:1", ("--keep-going", "--per-node", "--", "true"), "remove one of the two"),
         ("a:1\nb:1", ("--keep-going", "--", "job.py", *SAVED, "--node-ips", "a", "b"),
-         "leave out --node-ips"),
+         "remove --node-ips"),
         ("a:1\nb:2", ("--keep-going", "--allow-uneven", "--dry-run", "--", "job.py", *SAVED),
-         "needs equal numbers of processes on the training hosts"),
+         "requires the same number of processes on every training host"),
         ("a:2", ("--keep-going", "--", "job.py", *ROLES), "cannot take over a role"),
         ("a", ("--dry-run", "--", "job.py"), "cannot count the devices of a"),
         ("a:1", ("--run-id", "../x", "--", "job.py"), "'../x' is not a run id"),
@@ -137,9 +137,9 @@ def test_a_work_directory_that_was_removed(
         ("--grace", "-1", "'-1' must be a number"),
         ("--preflight-timeout", "inf", "'inf' must be a number"),
         ("--preflight-timeout", "soon", "'soon' must be a number"),
-        ("--num-microbatches", "0", "'0' must be a number from 1 to"),
-        ("--nproc", "0", "'0' must be a number from 1 to 1024"),
-        ("--master-port", "65536", "'65536' must be a number from 1 to 65535"),
+        ("--num-microbatches", "0", "'0' must be a number between 1 and"),
+        ("--nproc", "0", "'0' must be a number between 1 and 1024"),
+        ("--master-port", "65536", "'65536' must be a number between 1 and 65535"),
         ("--env", "=1", "'=1' must be NAME=VALUE"),
         ("--log-dir", "logs", "logs is relative; hosts need an absolute path"),
     ],
@@ -211,7 +211,7 @@ def test_a_port_that_is_taken() -> None:
         port = str(server.getsockname()[1])
         [line] = in_other_words(launch(TWO, "--master-port", port, "--", "job.py"))
     assert line.startswith(
-        f"a: port {port} cannot be used for the ranks to meet: it is in use"
+        f"a: port {port} cannot be used for the rendezvous: it is in use"
     )
 
 
@@ -323,7 +323,7 @@ def test_a_command_on_each_host_and_the_commands_about_a_run(tmp_path: Path) -> 
         f"b: {tmp_path}/runs/r1/001-b/output.log", "on b",
     ]  # fmt: skip
     assert run_package("stop", "r1", "--ssh-cmd", FAKE_SSH).stdout.splitlines() == [
-        "a: nothing runs", "b: nothing runs",
+        "a: nothing was running", "b: nothing was running",
     ]  # fmt: skip
 
 

@@ -140,7 +140,7 @@ def test_the_batch_follows_from_the_plan() -> None:
     plan = plan_of("a:4\nb:4", flags, num_microbatches=8).completed()
     assert flag_value(plan.command, "--global-batch-size") == str(8 * 2 * 4)
     assert "DP 4; 64 samples per step" in plan.summary()
-    with pytest.raises(LaunchError, match="both given"):
+    with pytest.raises(LaunchError, match="both set"):
         plan.completed()
 
 
@@ -334,7 +334,8 @@ def test_three_hosts_save_three_copies_and_uneven_ones_none() -> None:
     assert flag_value(flags, "--replication-factor") == "3"
     uneven = plan_of("a:1\nb:2", command, reserve=1, allow_uneven=True)
     with pytest.raises(
-        LaunchError, match="needs equal numbers of processes on the training hosts"
+        LaunchError,
+        match="requires the same number of processes on every training host",
     ):
         uneven.completed()
     assert "--replication" not in (

@@ -94,7 +94,7 @@ def test_a_submitted_job_is_seen_and_stopped_by_its_id(cluster: Slurm) -> None:
     words = ["--nproc", "1", "--", "waiting.py"]
     job = submitted(cluster, "--nodes 2", *words)
     wait_until(lambda: log_of(cluster, job).count("] pid ") == 2, 60)
-    assert f"already inside Slurm's job {job}: --slurm submits nothing" in log_of(
+    assert f"already inside Slurm job {job}: --slurm has no effect" in log_of(
         cluster, job
     )
     code, status = cluster.run(*cluster.ours("status", job))
@@ -140,7 +140,7 @@ def test_a_job_that_waits_has_started_nothing(cluster: Slurm) -> None:
     job = submitted(cluster, "--nodes 2 --hold", "--nproc", "1", "--", "waiting.py")
     code, output = cluster.run(*cluster.ours("status", job))
     assert code == 2
-    assert f"Slurm's job {job} is PENDING and has started nothing yet; " in output
+    assert f"Slurm job {job} is PENDING and has not started anything yet; " in output
     cluster.ask("scancel", job)
     wait_until(lambda: ours_state(cluster, job) is None, 30)
 

@@ -81,7 +81,7 @@ def test_no_schedule_cures_a_rank_that_is_always_slow(tmp_path: Path) -> None:
     assert "longest in layer 1 of stage 0; rank 2 is the last in 100 %" in sentence
     assert "Postponed weight gradients would gain less than 1 %." in sentence
     assert "No schedule can remove the remaining " in sentence
-    assert "rank 2 has that much more work in the whole step" in sentence
+    assert "rank 2 has that much more work over the whole step" in sentence
 
 
 def test_work_that_fills_waits_gains_what_every_rank_waits(tmp_path: Path) -> None:
@@ -116,13 +116,13 @@ def test_a_slow_rank_may_change_from_step_to_step(tmp_path: Path) -> None:
     assert min(group.waited_ns.values()) > 0
     assert group.fillable_ns == 0
     sentence, _ = imbalance.sentences(run)
-    assert "a rank, not the same in each step, has" in sentence
+    assert "a rank, not always the same one, has" in sentence
 
 
 def test_whole_backwards_leave_nothing_that_fills_waits(tmp_path: Path) -> None:
     [sentence, _] = imbalance.sentences(_run(tmp_path, _rotating, "1f1b"))
     assert (
-        "schedules that split backward passes, such as zb-h1, run separately"
+        "schedules that split backward passes, such as zb-h1, run them separately"
         in sentence
     )
 

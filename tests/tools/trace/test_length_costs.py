@@ -120,7 +120,7 @@ def test_tensor_parallel_ranks_count_once(tmp_path: Path) -> None:
     [
         (
             {"sizes": ()},
-            "contains no lengths of micro-batches; trace a schedule of this",
+            "contains no micro-batch lengths; trace one of this package's schedules",
         ),
         (
             {"settings": {"slice_tokens": 8}},
@@ -128,7 +128,7 @@ def test_tensor_parallel_ranks_count_once(tmp_path: Path) -> None:
         ),
         (
             {"lengths": (70,) * 8},
-            "all micro-batches have the same length, which does not show the cost",
+            "all micro-batches have the same length, which is not enough to fit the cost",
         ),
     ],
 )
