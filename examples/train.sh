@@ -104,7 +104,7 @@ parse_options() {
             --tiny) SIZE=tiny ;;
             --dry-run) DRY_RUN=true ;;
             --raw) RAW=true ;;
-            --embedded) fail "--embedded was removed; leave it out: Megatron's own loop trains" ;;
+            --embedded) fail "--embedded no longer exists; remove it: Megatron's own loop trains" ;;
             --out=* | --size=* | --hostfile=* | --nproc=*)
                 set -- "${1%%=*}" "${1#*=}" "${@:2}"
                 continue
@@ -325,7 +325,7 @@ choose_kernels() {
     fi
     if ! "$PYTHON" -c 'import transformer_engine' 2>/dev/null; then
         ! given --fp8-format ||
-            fail "--fp8-format needs Transformer Engine, which $PYTHON cannot import; install it (on NVIDIA GPUs: pip install -e '.[te]'), or leave the flag out"
+            fail "--fp8-format needs Transformer Engine, which $PYTHON cannot import; install it (on NVIDIA GPUs: pip install -e '.[te]'), or remove the flag"
         KERNELS=(--transformer-impl local --no-rope-fusion --no-persist-layer-norm --no-masked-softmax-fusion)
     fi
     # The output layer needs Apex's kernel even with Transformer Engine.

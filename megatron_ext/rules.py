@@ -113,7 +113,7 @@ class Rule(NamedTuple):
     `--flag=value`."""
     reason: str
     remedy: str
-    """Flags to leave out, or to use or add instead."""
+    """Flags to remove, or to use or add instead."""
     terms: tuple[tuple[Condition, ...], ...]
     """The rule rejects the settings if at least one condition in every term holds."""
 
@@ -189,7 +189,7 @@ def _read_rule(settings: str, explanation: str) -> Rule:
     reason, _, remedy = explanation.partition("; ")
     if not remedy:
         pronoun = "it" if len(reads) == 1 else "them"
-        remedy = f"leave {pronoun} out"
+        remedy = f"remove {pronoun}"
     return Rule(reads, name or " and ".join(phrases), reason, remedy, tuple(terms))
 
 

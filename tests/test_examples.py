@@ -34,7 +34,7 @@ def test_a_removed_flag_is_one_line() -> None:
     done = bash(LLAMA3, "--tiny", "--embedded", "--dry-run")
     assert done.returncode == 2
     assert done.stderr == (
-        "run.sh: error: --embedded was removed; leave it out: Megatron's own loop trains\n"
+        "run.sh: error: --embedded no longer exists; remove it: Megatron's own loop trains\n"
     )
 
 

@@ -257,15 +257,15 @@ def _check_waiting(table: Schedule, config: PipelineConfig) -> None:
     if not config.pairs:
         raise ScheduleError(
             f"{setting}: {table.label} runs no pairs (--overlap-moe-expert-parallel-comm, with "
-            "experts on several ranks), and W fills only the idle time within pairs; leave "
-            "--pipeline-waiting-weights out"
+            "experts on several ranks), and W fills only the idle time within pairs; remove "
+            "--pipeline-waiting-weights"
         )
     # A table with few micro-batches, such as at the start of a ramp-up, may have no
     # pairs. In that case, its W run where the table places them.
     if table.pairs and not table.splits_backward:
         raise ScheduleError(
             f"{setting}: {table.label} does not split backward passes, so no weight gradient can "
-            "wait; use --pipeline-schedule zb-h1, or leave --pipeline-waiting-weights out"
+            "wait; use --pipeline-schedule zb-h1, or remove --pipeline-waiting-weights"
         )
 
 

@@ -65,8 +65,8 @@ def question_of(
     if pp < 2:
         raise ArgumentsError(
             "--pipeline-schedule=auto needs a pipeline of at least 2 ranks, not "
-            f"--pipeline-model-parallel-size={pp}; use --pipeline-model-parallel-size=2, or leave "
-            "--pipeline-schedule out"
+            f"--pipeline-model-parallel-size={pp}; use --pipeline-model-parallel-size=2, or remove "
+            "--pipeline-schedule"
         )
     batches = _batches(args)
     # The settings read below follow from the sizes alone, so they are the same for every schedule.

@@ -153,7 +153,7 @@ def _stepped_batches(schedule: str, step: int) -> _GlobalBatches:
     if not entries:
         raise ArgumentsError(
             f"--step-batch-size-schedule {schedule} has no entry THRESHOLD:SIZE, such as 0:768 or "
-            "250B:1536; leave it out"
+            "250B:1536; remove it"
         )
     by_threshold = []
     for threshold, suffix, size, size_suffix in entries:
@@ -188,7 +188,7 @@ def _ramped_batches(ramp: Sequence[Any], full: int, step: int) -> _GlobalBatches
         raise ArgumentsError(
             f"--rampup-batch-size {words} does not lead from {start} to "
             f"--global-batch-size={full} in steps of {increment}; use "
-            f"--global-batch-size={lower} or {lower + increment}, or leave --rampup-batch-size out"
+            f"--global-batch-size={lower} or {lower + increment}, or remove --rampup-batch-size"
         )
     # Suggest the nearest ramp whose sizes are all multiples of a step.
     first = _rounded_up(start, step)

@@ -126,8 +126,7 @@ class UserCut:
         ]
         if len(chosen) > 1:
             raise ArgumentsError(
-                f"{chosen[0].flag} and {chosen[1].flag} are mutually exclusive; leave one of them "
-                "out"
+                f"{chosen[0].flag} and {chosen[1].flag} are mutually exclusive; remove one of them"
             )
         return chosen[0] if chosen else None
 
@@ -194,7 +193,7 @@ class UserCut:
         if count % divisor:
             raise ArgumentsError(
                 f"{flag}={value} does not spread {count} {unit} evenly over "
-                f"--pipeline-model-parallel-size={pp}; leave {flag} out"
+                f"--pipeline-model-parallel-size={pp}; remove {flag}"
             )
         return count // divisor
 

@@ -164,7 +164,7 @@ def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
             clear_configuration()
             raise ArgumentsError(
                 f"--pipeline-schedule {pipeline.name} was prepared for {count} {size}, but "
-                f"Megatron computed {computed[size]}; leave out the flag that changes this number"
+                f"Megatron computed {computed[size]}; remove the flag that changes this number"
             )
 
 
@@ -307,7 +307,7 @@ def warning(pipeline: Pipeline) -> str | None:
         comparison = f"takes {100 * (1 - ratio):.1f} % less time than"
     return (
         f"as long as no message or micro-batch is late, the static order of {pipeline.name} "
-        f"{comparison} --use-dpp (simulated); leave --use-dpp out unless links or micro-batches "
+        f"{comparison} --use-dpp (simulated); remove --use-dpp unless links or micro-batches "
         "vary"
     )
 

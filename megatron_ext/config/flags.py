@@ -47,7 +47,7 @@ DROPPED = {"--data-impl": "datasets are always memory-mapped"}
 accepted with a notice and have no effect."""
 
 REMOVED = {
-    "--fbd-forward-device": "leave it out: forward ranks compute on the same kind of device"
+    "--fbd-forward-device": "remove it: forward ranks compute on the same kind of device"
 }
 """Flags from the previous release that are now rejected, each with the remedy. Entries are kept for
 one release."""
@@ -463,7 +463,7 @@ def _fields_by_part(args: Namespace) -> dict[str, dict[str, Any]]:
         # Do not test `if value`: the user may set 0.
         if switch is not None and value is not False and not _value(args, switch):
             raise ArgumentsError(
-                f"{row.flag} requires {switch}; add {switch}, or leave {row.flag} out"
+                f"{row.flag} requires {switch}; add {switch}, or remove {row.flag}"
             )
         if row.parse is not None and isinstance(value, str):
             try:
@@ -482,7 +482,7 @@ def _schedule(args: Namespace) -> str | None:
     if name not in (None, "bitpipe"):
         raise ArgumentsError(
             f"--enable-bitpipe-schedule and --pipeline-schedule {name} choose different schedules; "
-            "leave one of them out"
+            "remove one of them"
         )
     return "bitpipe"
 
@@ -505,7 +505,7 @@ def _options(args: Namespace, schedule: str | None) -> dict[str, Option]:
                     "none was chosen" if schedule is None else f"{schedule} was chosen"
                 )
                 raise ArgumentsError(
-                    f"{flag} is an option of {generator.name}, but {chosen}; leave it out, or use "
+                    f"{flag} is an option of {generator.name}, but {chosen}; remove it, or use "
                     f"--pipeline-schedule {generator.name}"
                 )
             options[key] = value

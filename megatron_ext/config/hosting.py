@@ -509,7 +509,7 @@ def _stock_config(config: PipelineConfig, cut: UserCut) -> PipelineConfig:
     if pp < 2:
         raise ArgumentsError(
             f"--pipeline-transport={config.wire} carries tensors between pipeline ranks, but "
-            f"--pipeline-model-parallel-size={pp} has only one; leave it out"
+            f"--pipeline-model-parallel-size={pp} has only one; remove it"
         )
     # The user's flags are valid for Megatron without this package, so keep Megatron's
     # number of stages.

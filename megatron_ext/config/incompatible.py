@@ -58,8 +58,7 @@ _TEXTS = {
             they gather and free weights in the order of Megatron's own schedules; use
             --use-distributed-optimizer instead
         {_ENCODER_DECODER}
-            Megatron cannot pipeline them either; leave SUBJECT and --pipeline-model-parallel-size
-            out
+            Megatron cannot pipeline them either; remove SUBJECT and --pipeline-model-parallel-size
         use_legacy_models
             Megatron builds legacy models without passing them their stage
         ckpt_format=torch_dcp,fsdp_dtensor
@@ -67,7 +66,7 @@ _TEXTS = {
         --tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards above the
         tensor-parallel size: tensor_parallel_num_weight_shards>tensor_model_parallel_size |
         expert_tensor_parallel_num_weight_shards>expert_tensor_parallel_size,tensor_model_parallel_size
-            weights are gathered in the order of Megatron's own schedules; leave them out, or use
+            weights are gathered in the order of Megatron's own schedules; remove them, or use
             Megatron's own schedule
         --moe-flex-dispatcher-backend=ncclep before 0.20: moe_flex_dispatcher_backend=ncclep &
         moe_token_dispatcher_type=flex & num_experts & !moe_dispatch_fwd_dtype
@@ -99,7 +98,7 @@ _TEXTS = {
         --use-transformer-engine-op-fuser with experts: use_transformer_engine_op_fuser &
         num_experts
             Megatron keeps fused experts outside the module tree, so W would not compute their
-            weight gradients; leave it out""",
+            weight gradients; remove it""",
     # For split backward passes: settings that depend on a setting that is dropped.
     "unfused": """
         --offload-modules=fused_group_mlp, --moe-single-grouped-weight or
@@ -124,8 +123,7 @@ _TEXTS = {
             it applies only to pairs, and forward and backward ranks run none
         --fp8-param-gather or --fp4-param-gather: fp8_param_gather | fp4_param_gather | fp4_param |
         reuse_grad_buf_for_mxfp8_param_ag
-            forward ranks receive new weights in the model's precision and cast them; leave it
-            out""",
+            forward ranks receive new weights in the model's precision and cast them; remove it""",
     # For schedules that put the first and the last stage on one rank. The two conditions are for
     # hybrid models in 0.16. From 0.17 on, the pattern itself contains the cuts.
     "folded": """
@@ -138,12 +136,12 @@ _TEXTS = {
         --multiple-validation-sets, or --full-validation without --sft: full_validation |
         multiple_validation_sets & multiple_validation_sets | !sft
             Megatron treats a rank's chunks as validation sets; use --pipeline-schedule=zb-h1 or
-            1f1b, or leave them out
+            1f1b, or remove them
         perform_rl_step
             Megatron's RL supports only one chunk per rank; use --pipeline-schedule=zb-h1 or 1f1b
         moe_routing_trace_path | save_tokens_per_expert_interval
             its records identify layers by their position in a chunk; use --pipeline-schedule=zb-h1
-            or 1f1b, or leave it out""",
+            or 1f1b, or remove it""",
     # For models that a program builds for such a schedule.
     "placed": """
         decoder_first_pipeline_num_layers | decoder_last_pipeline_num_layers |
@@ -156,10 +154,10 @@ _TEXTS = {
     # For random numbers by micro-batch under Megatron's own schedules. Our schedules drop graphs.
     "microbatch_rng": f"""
         {_GRAPHS}
-            they replay the recorded random numbers; leave one of them out
+            they replay the recorded random numbers; remove one of them
         overlap_moe_expert_parallel_comm
             it interleaves two micro-batches, which need different random numbers; add
-            --pipeline-schedule=interleaved, or leave one of them out""",
+            --pipeline-schedule=interleaved, or remove one of them""",
     # For ranks that choose the order of their actions.
     "chosen": """
         fine_grained_activation_offloading
@@ -172,23 +170,23 @@ _TEXTS = {
             it counts the tokens of earlier micro-batches over all replicas, which run them in
             different orders; use --moe-router-load-balancing-type=aux_loss or seq_aux_loss
         moe_enable_routing_replay & recompute_granularity
-            recomputed routers replay their forward passes in the order of a table; leave one of
-            them out""",
+            recomputed routers replay their forward passes in the order of a table; remove one of
+            them""",
     # For ranks that choose the order of their actions and receive activations from their twin.
     "crossed": """
         --overlap-param-gather with --bitpipe-routing=twin: overlap_param_gather
             twins gather parameters for each other and start their chunks in different orders; use
-            --bitpipe-routing=local, or leave it out""",
+            --bitpipe-routing=local, or remove it""",
     # For micro-batches of different lengths.
     "lengths": """
         moe_token_dispatcher_type=allgather & num_experts
             it gathers tokens in fixed-size buffers; use --moe-token-dispatcher-type=alltoall
         tp_comm_overlap
-            its buffers are for one fixed length; leave one of them out""",
+            its buffers are for one fixed length; remove one of them""",
     # For micro-batches of different lengths under Megatron's own schedules.
     "lengths_without_table": f"""
         {_GRAPHS}
-            they replay tensors of fixed shapes; leave one of them out""",
+            they replay tensors of fixed shapes; remove one of them""",
     # For forward and backward ranks. From 0.20 on, a --freeze-all-layers step is forward-only, so
     # both roles would mistake it for an evaluation.
     "roles": """
@@ -199,20 +197,20 @@ _TEXTS = {
             forward ranks run without gradients, so Transformer Engine does not update the scales;
             use --fp8-recipe=tensorwise
         hybrid_context_parallel | dynamic_context_parallel
-            Megatron runs its own schedule for it; leave one of them out
+            Megatron runs its own schedule for it; remove one of them
         freeze_all_layers
-            backward ranks have nothing to do; leave one of them out
+            backward ranks have nothing to do; remove one of them
         perform_rl_step
-            each role would train on different samples; leave one of them out
+            each role would train on different samples; remove one of them
         inprocess_restart
-            a reserve rank cannot take over a role; leave one of them out
+            a reserve rank cannot take over a role; remove one of them
         log_energy
-            Megatron would only count the energy of backward ranks; leave one of them out
+            Megatron would only count the energy of backward ranks; remove one of them
         moe_use_upcycling | ckpt_convert_format
             forward ranks neither load nor save checkpoints, so another run has to convert them;
-            leave one of them out
+            remove one of them
         ignore_forward_tensor_parallel & num_experts
-            expert shards are not merged; leave --ignore-forward-tensor-parallel out
+            expert shards are not merged; remove --ignore-forward-tensor-parallel
         fbd_activations=ship & mtp_num_layers
             forward ranks ship the inputs of a stage's layers, but not those of multi-token
             prediction; use --fbd-activations=recompute
@@ -246,19 +244,18 @@ _TEXTS = {
         --ignore-forward-tensor-parallel and dropout: ignore_forward_tensor_parallel &
         hidden_dropout | attention_dropout
             the merged process draws different masks than a stage's shards; add --hidden-dropout=0
-            --attention-dropout=0, or leave it out""",
+            --attention-dropout=0, or remove it""",
     # For our transports under Megatron's own schedules.
     "transport": f"""
         use_ring_exchange_p2p
-            it replaces the transport too; leave one of them out
+            it replaces the transport too; remove one of them
         {_ENCODER_DECODER}
-            Megatron cannot pipeline them either; leave SUBJECT and --pipeline-model-parallel-size
-            out
+            Megatron cannot pipeline them either; remove SUBJECT and --pipeline-model-parallel-size
         microbatch_group_size_per_vp_stage
             messages are identified by Megatron's default order
         CUDA graphs of a whole step (--cuda-graph-impl or --cuda-graph-scope=full_iteration):
         cuda_graph_impl=full_iteration | {_WHOLE_STEP}
-            a CUDA graph cannot record transfers that the host performs; leave them out, or use
+            a CUDA graph cannot record transfers that the host performs; remove them, or use
             --pipeline-transport=torch""",
 }
 
@@ -644,7 +641,7 @@ def refuse_waiting_weights(config: PipelineConfig) -> None:
         raise ScheduleError(
             f"--pipeline-waiting-weights={config.waiting_weights} needs megatron-core 0.17 or "
             "later on a device: 0.16 computes and reduces on streams that do not wait for a W on "
-            "another stream; leave --pipeline-waiting-weights out"
+            "another stream; remove --pipeline-waiting-weights"
         )
 
 
@@ -701,24 +698,24 @@ def te_leaves_whole(config: Any, *, in_job: bool = True) -> Iterator[str]:
     ):
         yield (
             "weight gradients of grouped experts are computed in I, because Transformer Engine "
-            "returns them before W could compute them; leave --moe-single-grouped-weight or "
-            "--no-gradient-accumulation-fusion out"
+            "returns them before W could compute them; remove --moe-single-grouped-weight or "
+            "--no-gradient-accumulation-fusion"
         )
     if settings.get("use_grouped_gemm_for_shared_expert"):
         yield (
             "weight gradients of shared experts are computed in I, because Megatron fuses their "
-            "layers; leave --use-grouped-gemm-for-shared-expert out"
+            "layers; remove --use-grouped-gemm-for-shared-expert"
         )
     if settings.get("use_transformer_engine_op_fuser"):
         yield (
             "weight gradients of MLPs are computed in I, because fused operations of Transformer "
-            "Engine replace their layers; leave --use-transformer-engine-op-fuser out"
+            "Engine replace their layers; remove --use-transformer-engine-op-fuser"
         )
     is_mxfp8 = settings.get("fp8") and settings.get("fp8_recipe") == "mxfp8"
     if is_mxfp8 and settings.get("fp8_output_proj"):
         yield (
             "weight gradients of the output layer are computed in I, because Megatron builds it to "
-            "do so; leave --fp8-output-proj out"
+            "do so; remove --fp8-output-proj"
         )
 
 

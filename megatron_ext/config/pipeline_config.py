@@ -76,7 +76,7 @@ class DynamicOrder:
         if extra is not None and self.policy != "hint":
             raise ConfigurationError(
                 "{extra_activations:{c.extra_activations}}: {policy:{c.policy}} has no memory "
-                "bound; leave one of them out",
+                "bound; remove one of them",
                 c=self,
             )
 
@@ -313,7 +313,7 @@ def _mistake_of_values(c: PipelineConfig) -> str | None:
     if c.length_costs is not None and c.balance == "off" and not c.cuts_sequences:
         return (
             "{length_costs} requires {balance}, {slices} or {slice_tokens}; add {balance:order}, "
-            "or leave it out"
+            "or remove it"
         )
     # This comparison and those of seconds below also reject NaN.
     if not 1 <= c.stash_ratio < inf:
@@ -324,7 +324,7 @@ def _mistake_of_values(c: PipelineConfig) -> str | None:
     if c.node_ips and c.wire in ("torch", "shm"):
         return (
             "{node_ips} is for connections between hosts, but {transport:{c.wire}} has none; use "
-            "{transport:auto}, or leave {node_ips} out"
+            "{transport:auto}, or remove {node_ips}"
         )
     if not 0 < c.message_timeout_s < inf:
         return "{message_timeout_s:{c.message_timeout_s}} must be a positive number of seconds"
@@ -349,7 +349,7 @@ def _mistake_of_slices(c: PipelineConfig) -> str | None:
         if is_set:
             return (
                 f"{{slices:{{c.slices}}}} cannot run with {{{field_name}}}: its tables have no "
-                "slices; leave one of them out"
+                "slices; remove one of them"
             )
     of_unequal_lengths = {
         "balance": c.balance != "off",
@@ -359,8 +359,8 @@ def _mistake_of_slices(c: PipelineConfig) -> str | None:
         if is_set:
             return (
                 f"{{slices:{{c.slices}}}} cannot run with {{{field_name}}}: it cuts all "
-                "micro-batches alike; use {slice_tokens:4096} without {slices}, or leave one of "
-                "them out"
+                "micro-batches alike; use {slice_tokens:4096} without {slices}, or remove one of "
+                "them"
             )
     if c.runs_no_table:
         return (
@@ -379,14 +379,14 @@ def _mistake_of_slice_tokens(c: PipelineConfig) -> str | None:
     if c.slices > 1:
         return (
             "{slice_tokens:{c.slice_tokens}} cuts each micro-batch by its length, but "
-            "{slices:{c.slices}} cuts all micro-batches alike; leave one of them out"
+            "{slices:{c.slices}} cuts all micro-batches alike; remove one of them"
         )
     excluded = {"disaggregation": c.disaggregation is not None, "pairs": c.pairs}
     for field_name, is_set in excluded.items():
         if is_set:
             return (
                 f"{{slice_tokens:{{c.slice_tokens}}}} cannot run with {{{field_name}}}: its tables "
-                "have no slices; leave one of them out"
+                "have no slices; remove one of them"
             )
     if c.runs_no_table or c.is_automatic:
         return (
@@ -414,17 +414,17 @@ def _mistake_of_waiting(c: PipelineConfig) -> str | None:
     if c.disaggregation is not None:
         return (
             "{waiting_weights:{c.waiting_weights}} cannot run with {disaggregation}, which has no "
-            "pairs; leave {waiting_weights} out"
+            "pairs; remove {waiting_weights}"
         )
     if c.runs_no_table:
         return (
             "{waiting_weights:{c.waiting_weights}} requires one of this package's schedules with "
-            "pairs; add {schedule:NAME}, such as zb-h1, or leave it out"
+            "pairs; add {schedule:NAME}, such as zb-h1, or remove it"
         )
     if c.dynamic is not None:
         return (
             "{waiting_weights:{c.waiting_weights}} cannot run with {dynamic}, which places W "
-            "itself; leave one of them out"
+            "itself; remove one of them"
         )
     if c.is_automatic:
         return (
@@ -439,27 +439,27 @@ def _mistake_of_roles(c: PipelineConfig) -> str | None:
     if not c.runs_no_table or c.costs is not None:
         return (
             "{disaggregation} cannot run with {schedule}, {dynamic} or {costs}: it has its own "
-            "schedule; leave one of them out"
+            "schedule; remove one of them"
         )
     if c.pairs:
         return (
             "{disaggregation} cannot run with {pairs}: forward and backward passes run on "
-            "different ranks; leave one of them out"
+            "different ranks; remove one of them"
         )
     if c.balance != "off":
         return (
             "{disaggregation} cannot run with {balance:{c.balance}}: its forward and backward "
-            "ranks read the data in file order; leave {balance} out"
+            "ranks read the data in file order; remove {balance}"
         )
     if c.transport == "torch":
         return (
             "{disaggregation} cannot run with {transport:torch}: for torch.distributed, forward "
-            "and backward ranks are two jobs; use {transport:auto}, or leave it out"
+            "and backward ranks are two jobs; use {transport:auto}, or remove it"
         )
     if c.device_path == "ipc":
         return (
             "{disaggregation} cannot run with {device_path:ipc}: its messages go through the host; "
-            "leave it out"
+            "remove it"
         )
     return None
 
@@ -471,7 +471,7 @@ def _mistake_of_schedules(c: PipelineConfig) -> str | None:
     if c.runs_no_table and c.balance != "off":
         return (
             "{balance:{c.balance}} requires one of this package's schedules; add {schedule:NAME}, "
-            "such as 1f1b or interleaved, or leave it out"
+            "such as 1f1b or interleaved, or remove it"
         )
     # Settings that only our tables use.
     of_tables = {
@@ -490,9 +490,7 @@ def _mistake_of_schedules(c: PipelineConfig) -> str | None:
     if c.is_automatic:
         return _mistake_of_auto(c)
     if c.schedule and c.generator is None and (c.chunks is not None or c.options):
-        return (
-            "{schedule:{c.schedule}}: the file fixes chunks and options; leave them out"
-        )
+        return "{schedule:{c.schedule}}: the file fixes chunks and options; remove them"
     if c.generator is not None and not c.generator.listed:
         return (
             "{schedule:{c.schedule}} needs forward and backward ranks; use {disaggregation} "
@@ -507,13 +505,13 @@ def _mistake_of_auto(c: PipelineConfig) -> str | None:
         return "{schedule:auto:} names no folder; use {schedule:auto}, or {schedule:auto:FOLDER}"
     if c.chunks is not None or c.options:
         return (
-            "{schedule:{c.schedule}} chooses chunks and options itself; leave them out, "
+            "{schedule:{c.schedule}} chooses chunks and options itself; remove them, "
             "or use {schedule:interleaved}"
         )
     if c.dynamic is not None:
         return (
             "{schedule:{c.schedule}} compares the orders of tables, which {dynamic} changes; use "
-            "{schedule:zb-h1} or another schedule, or leave {dynamic} out"
+            "{schedule:zb-h1} or another schedule, or remove {dynamic}"
         )
     return None
 
@@ -523,22 +521,22 @@ def _mistake_of_transports(c: PipelineConfig) -> str | None:
     if c.dynamic is not None and c.wire == "torch":
         return (
             "{dynamic} needs to know which messages have arrived, which torch.distributed does not "
-            "report; leave {transport:torch} out"
+            "report; remove {transport:torch}"
         )
     if c.checksums and c.wire == "torch":
         return (
             "{checksums} is for this package's transports, but {transport} is torch; add "
-            "{transport:shm}, tcp or rdma, or leave {checksums} out"
+            "{transport:shm}, tcp or rdma, or remove {checksums}"
         )
     if c.checksums and c.device_path == "ipc":
         return (
             "{checksums} covers messages through host memory, which {device_path:ipc} bypasses; "
-            "leave one of them out"
+            "remove one of them"
         )
     if c.device_path == "ipc" and c.wire not in ("shm", "auto"):
         return (
             "{device_path:ipc} needs shared memory, but {transport} is {c.wire}; add "
-            "{transport:shm}, or leave {device_path} out"
+            "{transport:shm}, or remove {device_path}"
         )
     return None
 

@@ -48,7 +48,7 @@ _IMPOSSIBLE = read_rules("""
         tokens would have positions that the model does not have; give both the same value
     --expert-model-parallel-size above 1 without --num-experts: expert_model_parallel_size>1 &
     !num_experts
-        there are no experts to distribute; add --num-experts N, or leave it out
+        there are no experts to distribute; add --num-experts N, or remove it
 """)
 
 

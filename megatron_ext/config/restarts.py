@@ -55,7 +55,7 @@ def check_restart(answer: Preflight, args: Namespace, *, in_job: bool) -> None:
             "inprocess_restart",
             "--inprocess-restart: Megatron restarts with NVIDIA's nvidia-resiliency-ext, which is "
             "not installed, so the first lost rank would end the job",
-            "pip install 'megatron-ext[resilience]', or leave it out",
+            "pip install 'megatron-ext[resilience]', or remove it",
         )
         answer.refusals.append(refusal)
     elif in_job and (missing_name := _missing_name()):
@@ -63,7 +63,7 @@ def check_restart(answer: Preflight, args: Namespace, *, in_job: bool) -> None:
             "inprocess_restart",
             f"--inprocess-restart: the installed nvidia-resiliency-ext has no {missing_name}, "
             "without which ranks would wait for a lost rank",
-            "pip install 'megatron-ext[resilience]', or leave it out",
+            "pip install 'megatron-ext[resilience]', or remove it",
         )
         answer.refusals.append(refusal)
     if getattr(args, "load", None) is None:

@@ -124,7 +124,7 @@ def _rule_of(name: str, annotation: str) -> _Rule:
     if annotation.startswith("bool"):
         return _Rule("True or False", "use one of them", bool)
     if name in _AT_LEAST_ONE:
-        return _Rule("a whole number of at least 1", "leave it out", int, 1)
+        return _Rule("a whole number of at least 1", "remove it", int, 1)
     return _Rule("a whole number of at least 0", "give one", int)
 
 

@@ -105,7 +105,7 @@ def _check_cut(cut: UserCut, chunks: int, subject: str, *, is_auto: bool) -> Non
         if cut.layout is not None:
             user_cut = f"{LAYOUT}={cut.layout}"
         raise ArgumentsError(
-            f"--pipeline-layout=auto cuts the layers, and so does {user_cut}; leave one of them out"
+            f"--pipeline-layout=auto cuts the layers, and so does {user_cut}; remove one of them"
         )
 
 
@@ -242,7 +242,7 @@ def _check_letters(layout: str, num_layers: int, mtp: int) -> None:
     if "".join(parse_layout(layout)) != f"E{'t' * num_layers}{'m' * mtp}L":
         raise ScheduleError(
             f"{LAYOUT}={layout} must have E once, t {num_layers} times (--num-layers), m {mtp} "
-            "times (--mtp-num-layers) and L once, in this order; leave it out"
+            "times (--mtp-num-layers) and L once, in this order; remove it"
         )
 
 
@@ -272,7 +272,7 @@ def check_ranks(args: Namespace, config: PipelineConfig) -> None:
     if pp < 2:
         raise ConfigurationError(
             f"{schedule} needs a pipeline of at least 2 ranks, not {{pipeline_ranks:{pp}}}; use "
-            f"{{pipeline_ranks:{2 * config.twins}}}, or leave {switch} out",
+            f"{{pipeline_ranks:{2 * config.twins}}}, or remove {switch}",
             c=config,
         )
     if config.twins == 2 and (pp % 2 or pp < 4):

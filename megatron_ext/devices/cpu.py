@@ -81,10 +81,10 @@ class CpuDevice(Device):
         *read_rules("""
             overlap_p2p_comm_warmup_flush
                 --overlap-p2p-communication-warmup-flush relies on NCCL's stream order: with gloo
-                the evaluation never ends; leave it out
+                the evaluation never ends; remove it
             async_save & use_persistent_ckpt_worker
                 --use-persistent-ckpt-worker would read parameters from shared memory while training
-                changes them (on a GPU they are copied to the host first); leave --async-save out
+                changes them (on a GPU they are copied to the host first); remove --async-save
         """),
     )
     known_lacks = (
@@ -150,7 +150,7 @@ class CpuDevice(Device):
         """
         raise DeviceError(
             "--pipeline-device-path ipc bypasses host memory, but the device cpu is the host; "
-            "leave it out"
+            "remove it"
         )
 
 

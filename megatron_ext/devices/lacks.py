@@ -15,19 +15,19 @@ CUDA_ONLY = read_rules("""
     record_memory_history
         --record-memory-history is a feature of the CUDA allocator; use a host profiler
     log_energy
-        --log-energy reads GPU sensors; leave it out
+        --log-energy reads GPU sensors; remove it
     log_straggler
-        --log-straggler reads GPU sensors; leave it out
+        --log-straggler reads GPU sensors; remove it
     profile & !use_pytorch_profiler
         --profile starts Nsight through the CUDA runtime; add --use-pytorch-profiler
     nccl_ub
-        --use-nccl-ub registers GPU buffers with NCCL; leave it out
+        --use-nccl-ub registers GPU buffers with NCCL; remove it
     use_sharp
-        --use-sharp is a feature of NCCL; leave it out
+        --use-sharp is a feature of NCCL; remove it
     high_priority_stream_groups
-        --high-priority-stream-groups sets NCCL stream priorities; leave it out
+        --high-priority-stream-groups sets NCCL stream priorities; remove it
     pipeline_model_parallel_comm_backend
-        --pipeline-model-parallel-comm-backend chooses between NCCL and UCC on GPUs; leave it out
+        --pipeline-model-parallel-comm-backend chooses between NCCL and UCC on GPUs; remove it
     use_megatron_fsdp | use_torch_fsdp2
         --use-megatron-fsdp and --use-torch-fsdp2 build CUDA device meshes; use
         --use-distributed-optimizer to shard optimizer state
@@ -38,7 +38,7 @@ CUDA_ONLY = read_rules("""
 TRITON_ONLY = read_rules("""
     batch_invariant_mode
         --batch-invariant-mode needs Triton and a GPU that its kernels run on; pip install triton
-        where there is one, or leave the flag out
+        where there is one, or remove the flag
 """)
 """Features that upstream computes with Triton kernels."""
 
@@ -47,11 +47,11 @@ TRANSFORMER_ENGINE_ONLY = read_rules("""
         --context-parallel-size > 1 needs Transformer Engine's attention, which is CUDA only; use
         --tensor-model-parallel-size with --sequence-parallel to split long sequences
     moe_grouped_gemm
-        --moe-grouped-gemm is a CUDA kernel; leave it out: experts then run one by one
+        --moe-grouped-gemm is a CUDA kernel; remove it: experts then run one by one
     moe_permute_fusion
-        --moe-permute-fusion is a Transformer Engine kernel; leave it out
+        --moe-permute-fusion is a Transformer Engine kernel; remove it
     tp_comm_overlap
-        --tp-comm-overlap is a Transformer Engine feature; leave it out
+        --tp-comm-overlap is a Transformer Engine feature; remove it
     fp8
         FP8 needs Transformer Engine and a GPU; use --bf16
     fp4

@@ -70,12 +70,12 @@ _DEFAULTS_WITHOUT_TE: dict[str, tuple[object, str]] = {
 _NCCL_ONLY = read_rules("""
     inprocess_restart
         --inprocess-restart aborts NCCL and gloo communicators, but MCCL communicators would keep
-        waiting; leave it out
+        waiting; remove it
 """)
 _GROUPED_GEMM = read_rules("""
     moe_grouped_gemm
         --moe-grouped-gemm requires CUDA compute capability 8 in upstream, which MUSA does not
-        claim; leave it out: experts then run one by one
+        claim; remove it: experts then run one by one
 """)
 
 

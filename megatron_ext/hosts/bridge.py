@@ -274,7 +274,7 @@ def _check_sizes(configured: _Sizes, hosted: _Sizes | None) -> None:
     raise ArgumentsError(
         f"configure was given pipeline_ranks {configured.pipeline_ranks} and num_microbatches "
         f"{configured.num_microbatches}, but Bridge's configuration has {hosted.pipeline_ranks} "
-        f"and {hosted.num_microbatches}; leave all sizes out to use Bridge's"
+        f"and {hosted.num_microbatches}; remove all sizes to use Bridge's"
     )
 
 
@@ -302,7 +302,7 @@ def _prepare(
         if "forward_backward_disaggregating" in flags:
             raise ArgumentsError(
                 "--forward-backward-disaggregating needs Megatron's own training loop, which "
-                f"supports both roles; leave it out of {FLAGS}, or train with "
+                f"supports both roles; remove it from {FLAGS}, or train with "
                 "pretrain_gpt.py"
             )
         vars(arguments).update(vars(flags))
@@ -403,7 +403,7 @@ def _refuse_modules(*_call: Any) -> Any:
     """Bridge would run several pipelines with its own 1F1B and ignore the chosen schedule."""
     raise ArgumentsError(
         "pretrain_megatron_mimo runs each of several models as a pipeline, with its own 1F1B; "
-        f"leave megatron_ext.configure or {FLAGS} out"
+        f"remove megatron_ext.configure or {FLAGS}"
     )
 
 

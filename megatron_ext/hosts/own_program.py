@@ -161,14 +161,14 @@ def _check_entrance(config: object) -> None:
     if os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1":
         raise ArgumentsError(
             "MEGATRON_EXT_DISABLE=1 disables everything that configure activates; unset it, or "
-            "leave configure out to use Megatron's own schedule"
+            "remove configure to use Megatron's own schedule"
         )
     # Reject flags instead of choosing one of two configurations.
     flags = requested_flags()
     if flags:
         raise ArgumentsError(
-            f"configure was called, but {FLAGS} is also set, to {' '.join(flags)!r}; leave one of "
-            "them out"
+            f"configure was called, but {FLAGS} is also set, to {' '.join(flags)!r}; remove "
+            "one of them"
         )
 
 

@@ -50,6 +50,6 @@ def layout_for(args: Namespace, placement: Placement) -> str:
         )
     except ScheduleError as error:
         raise ScheduleError(
-            f"--pipeline-layout auto: {error}; leave --pipeline-layout out"
+            f"--pipeline-layout auto: {error}; remove --pipeline-layout"
         ) from error
     return layout_of(counts, model.mtp_layers)

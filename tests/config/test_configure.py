@@ -229,7 +229,7 @@ def configured_and_parsed() -> list[str]:
 def test_megatrons_command_line_does_not_drop_what_a_program_configured() -> None:
     require_training()
     [told] = run_ranks(1, configured_and_parsed)
-    assert ["chooses its schedule by flags" in line for line in told] == [
+    assert ["select their schedule with flags" in line for line in told] == [
         True,
         False,
     ] * 2
@@ -320,7 +320,7 @@ _BY_PROGRAMS: list[tuple[dict[str, Any], dict[str, Any], bool, str]] = [
         {"schedule": "zb-v"},
         {"num_layers_in_first_pipeline_stage": 1, "cuda_graph_impl": "local"},
         False,
-        "leave them out\nschedule=zb-v cannot run with num_layers_in_first",
+        "remove them\nschedule=zb-v cannot run with num_layers_in_first",
     ),
     ({"schedule": "1f1b"}, {"num_layers_in_first_pipeline_stage": 1}, False, ""),
     (

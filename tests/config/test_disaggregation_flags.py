@@ -33,7 +33,7 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
         (MERGED + PP2 + TP2, 8, ("(TP + 1) x PP = (2 + 1) x 2 = 6 for each replica of the model; "
          "start 6 or 12 processes")),
         (FBD + PP2 + "--pipeline-schedule zb-h1", 4, "it has its own schedule"),
-        (FBD + PP2 + "--pipeline-device-path ipc", 4, "go through the host; leave it out"),
+        (FBD + PP2 + "--pipeline-device-path ipc", 4, "go through the host; remove it"),
         (FBD + PP2 + "--enable-bitpipe-schedule", 4, "it has its own schedule"),
         (MERGED + TP2 + MOE, 3, "expert shards are not merged"),
         (FBD + PP2 + "--fbd-activations ship", 4, "add --recompute-granularity full"),
@@ -41,7 +41,7 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
         (MERGED + PP2 + TP2 + "--hidden-dropout 0.1", 6, "different masks than a stage's shards"),
         ("--ignore-forward-tensor-parallel", 1, "-disaggregating; add --forward-backward"),
         ("--fbd-activations ship", 1, "-disaggregating; add --forward-backward"),
-        (FBD + PP2 + "--fbd-forward-device cpu", 4, "was removed; leave it out"),
+        (FBD + PP2 + "--fbd-forward-device cpu", 4, "was removed; remove it"),
         ("--pipeline-schedule fbd " + PP2, 2, "use --forward-backward-disaggregating"),
     ],
 )  # fmt: skip
@@ -107,13 +107,13 @@ def test_each_rank_has_one_stage(cut: str, caplog: pytest.LogCaptureFixture) -> 
         (
             "freeze_all_layers",
             True,
-            "backward ranks have nothing to do; leave one of them out",
+            "backward ranks have nothing to do; remove one of them",
         ),
         ("moe_use_upcycling", True, "forward ranks neither load nor save checkpoints"),
         (
             "full_validation",
             True,
-            "backward ranks do not read the validation data; leave them out",
+            "backward ranks do not read the validation data; remove them",
         ),
         ("use_torch_fsdp2", True, "use --use-distributed-optimizer instead"),
     ],

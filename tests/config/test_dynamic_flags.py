@@ -36,7 +36,7 @@ CHOSEN = {
 }  # fmt: skip
 REFUSED = {
     "policy alone": (PP4 + "--dpp-policy hint", 4, ["--dpp-policy requires --use-dpp; add --use"]),
-    "extra alone": (PP4 + "--dpp-extra-activations 0", 4, ["for --use-dpp; add --use-dpp, or le"]),
+    "extra alone": (PP4 + "--dpp-extra-activations 0", 4, ["requires --use-dpp; add --use-dpp, or remove"]),
     "extra": (PP4 + "--use-dpp --dpp-extra-activations -1", 4, ["--dpp-extra-activations 0"]),
     "extra without a bound": (
         PP4 + "--use-dpp --dpp-policy depth-first --dpp-extra-activations 2", 4,
@@ -46,7 +46,7 @@ REFUSED = {
         PP4 + "--use-dpp --pipeline-transport torch", 4,
         ["--use-dpp needs to know which messages have arrived, which torch.distributed"],
     ),
-    "one stage": ("--use-dpp", 1, ["--use-dpp needs a pipeline", "or leave --use-dpp out"]),
+    "one stage": ("--use-dpp", 1, ["--use-dpp needs a pipeline", "or remove --use-dpp"]),
     "loss over replicas in a layer": (
         PP4 + "--use-dpp --num-experts 4 --moe-router-load-balancing-type global_aux_loss", 8,
         ["--use-dpp cannot run with --moe-router-load-balancing-type global_aux_loss",
@@ -116,7 +116,7 @@ def test_the_user_is_told_where_the_order_of_the_table_is_as_fast() -> None:
     )
     assert told is not None
     assert "the static order of zb-v is as fast as --use-dpp (simulated)" in told
-    assert "leave --use-dpp out unless links or micro-batches vary" in told
+    assert "remove --use-dpp unless links or micro-batches vary" in told
     told = warning(
         make_pipeline("zb-v", 8, 32, dynamic=DynamicOrder(policy="breadth-first"))
     )

@@ -522,7 +522,7 @@ def test_checksums_are_for_what_passes_the_native_core(args: Namespace) -> None:
     for name, path, remedy in (
         ("torch", None, "add --pipeline-transport shm, tcp or rdma"),
         (None, None, "add --pipeline-transport shm, tcp or rdma"),
-        ("shm", "ipc", "leave one of them out"),
+        ("shm", "ipc", "remove one of them"),
     ):
         args.pipeline_transport, args.pipeline_device_path = name, path
         for schedule in (None, "1f1b"):
@@ -612,7 +612,7 @@ def test_a_hybrid_pattern_has_the_segments_of_a_v(args: Namespace) -> None:
     choose(args, "zb-v")
     assert args.hybrid_layer_pattern == own
     args.hybrid_layer_pattern, args.hybrid_override_pattern = None, "M*-M*-M*"
-    with pytest.raises(ArgumentsError, match="only --hybrid-layer-pattern, from"):
+    with pytest.raises(ArgumentsError, match="only --hybrid-layer-pattern .since"):
         choose(args, "zb-v")
 
 

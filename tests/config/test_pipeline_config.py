@@ -64,7 +64,7 @@ def _completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
         ),
         (
             {"dynamic": DynamicOrder(), "transport": "torch"},
-            "leave transport=torch out",
+            "remove transport=torch",
         ),
         ({"node_ips": ("10.0.0.1",)}, "transport=torch has none; use transport=auto"),
         (
@@ -259,7 +259,7 @@ def test_flags_are_named_where_flags_were_given() -> None:
     parser = add_arguments(ArgumentParser())
     args = parser.parse_args("--use-dpp --pipeline-transport torch".split())
     with pytest.raises(
-        ArgumentsError, match=r"--use-dpp needs to know .* leave --pipeline-transport"
+        ArgumentsError, match=r"--use-dpp needs to know .* remove --pipeline-transport"
     ):
         inspect(args).raise_refusals()
 

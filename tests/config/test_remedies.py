@@ -300,8 +300,8 @@ def pasted(
     Args:
         given: The refused flags.
         reason: The message before the remedy; "it" and "them" are flags that it names.
-        remedy: Alternatives after ", or ": `leave it out`, `leave FLAGS out`, `leave one of them
-            out`, `use Megatron's own schedule`, or `use FLAGS`, perhaps `instead` of those that
+        remedy: Alternatives after ", or ": `remove it`, `remove FLAGS`, `remove one of them`,
+            `use Megatron's own schedule`, or `use FLAGS`, perhaps `instead` of those that
             the reason names, or `without` others.
     """
     subject, _, refused = reason.partition(" cannot run with ")
@@ -311,20 +311,20 @@ def pasted(
         if flag in given
     ]
     for way in re.split(
-        r",? or (?=use |leave |add |--)",
+        r",? or (?=use |remove |add |--)",
         re.sub(r", (which|such as) [^,;]*| or more$", "", remedy),
     ):
-        if way == "leave one of them out":
+        if way == "remove one of them":
             for flag in [
                 one for one in re.findall(r"--[a-z0-9-]+", reason) if one in given
             ]:
                 yield {one: values for one, values in given.items() if one != flag}
             continue
-        if way in ("leave it out", "leave them out"):
+        if way in ("remove it", "remove them"):
             out, flags = its[:1] if refused == "" else its, ""
         elif way == "use Megatron's own schedule":
             out, flags = re.findall(r"--[a-z0-9-]+", subject), ""
-        elif left := re.fullmatch(r"leave (--.*) out", way):
+        elif left := re.fullmatch(r"remove (--.*)", way):
             out, flags = re.findall(r"--[a-z0-9-]+", left[1]), ""
         else:
             used = re.fullmatch(
@@ -396,7 +396,7 @@ def test_all_rules_are_tried() -> None:
             [refusal] = refusals(
                 "zb-v", Namespace(**dict.fromkeys(rule.reads, True)), [rule]
             )
-            assert refusal.remedy in ("leave it out", "leave them out")
+            assert refusal.remedy in ("remove it", "remove them")
             assert (
                 refusals("zb-v", Namespace(**dict.fromkeys(rule.reads)), [rule]) == []
             )

@@ -30,7 +30,7 @@ PP4 = "--pipeline-model-parallel-size 4 --global-batch-size 16 "
 KEPT = (
     "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "data_parallel_size",
     "pipeline_model_parallel_layout", "overlap_p2p_comm", "dist_ckpt_optim_fully_reshardable",
-    "global_batch_size", "disable_parameter_transpose_cache",
+    "global_batch_size", "disable_parameter_transpose_cache", "variable_seq_lengths",
 )  # fmt: skip
 
 # The printed command lines of BitPipe's README, paths aside, without the launcher's part.
@@ -286,14 +286,14 @@ def test_the_published_command_lines_run_as_printed() -> None:
 
 REFUSED = {
     "name": (PP4 + "--pipeline-schedule zb_v", 4, ["no schedule 'zb_v'", "zb-v"]),
-    "two names": (PP4 + "--enable-bitpipe-schedule --pipeline-schedule zb-v", 4, ["leave one"]),
+    "two names": (PP4 + "--enable-bitpipe-schedule --pipeline-schedule zb-v", 4, ["remove one"]),
     "foreign option": (
         PP4 + "--pipeline-schedule zb-v --bitpipe-order zb", 4,
         ["--bitpipe-order is an option of bitpipe, but zb-v was chosen"],
     ),
     "option alone": (PP4 + "--bitpipe-order zb", 4, ["none was chosen"]),
     "transport without a pipeline": (
-        "--pipeline-transport shm", 1, ["-size 1 has only one; leave it out"],
+        "--pipeline-transport shm", 1, ["-size 1 has only one; remove it"],
     ),
     "transport for other groups": (
         PP4 + "--pipeline-transport shm --num-layers-per-virtual-pipeline-stage 2 "
@@ -345,23 +345,23 @@ REFUSED = {
         )
         for flags, refused, remedy in [
             ("--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor: experts",
-             "leave it out"),
+             "remove it"),
             ("--moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type other",
              "use --moe-router-load-balancing-type aux_loss"),
             ("--window-size 4,0", "--window-size: Megatron's sliding-window mask",
-             "leave --pipeline-slices out"),
+             "remove --pipeline-slices"),
             ("--reset-attention-mask --tensor-model-parallel-size 2",
-             "--reset-attention-mask and", "leave one of them out"),
+             "--reset-attention-mask and", "remove one of them"),
             ("--pipeline-balance order", "--pipeline-balance: it cuts all micro-batches alike",
-             "use --pipeline-slice-tokens 4096 without --pipeline-slices, or leave one of"),
+             "use --pipeline-slice-tokens 4096 without --pipeline-slices, or remove one of"),
             ("--variable-seq-lengths", "--variable-seq-lengths: it cuts all micro-batches alike",
-             "use --pipeline-slice-tokens 4096 without --pipeline-slices, or leave one of"),
+             "use --pipeline-slice-tokens 4096 without --pipeline-slices, or remove one of"),
         ]
     },
     "slices by length with windows": (
         PP4 + "--pipeline-schedule zb-h1 --pipeline-slice-tokens 8 --window-size 4,0", 4,
         ["--pipeline-slice-tokens 8 cannot run with --window-size",
-         "leave --pipeline-slice-tokens out"],
+         "remove --pipeline-slice-tokens"],
     ),
     "slices by length of mirrored pipelines": (
         PP4 + "--pipeline-schedule bitpipe --pipeline-slice-tokens 8", 4,
@@ -385,7 +385,7 @@ REFUSED = {
     "two layouts": (
         PP4 + "--pipeline-schedule 1f1b --pipeline-layout auto "
         "--pipeline-model-parallel-layout Etttt|tttt|tttt|ttttL", 4,
-        ["--pipeline-layout auto cuts the layers, and so does", "leave one of them out"],
+        ["--pipeline-layout auto cuts the layers, and so does", "remove one of them"],
     ),
     "slices without end": (
         PP4 + "--pipeline-schedule zb-h1 --pipeline-slices 65", 4,
@@ -397,7 +397,7 @@ REFUSED = {
     ),
     "slices of mirrored roles": (
         PP4 + "--forward-backward-disaggregating --pipeline-slices 4", 8,
-        ["cannot run with --forward-backward-disaggregating: its tables have no slices; leave"],
+        ["cannot run with --forward-backward-disaggregating: its tables have no slices; remove"],
     ),
     "balance of Megatron's schedule": (
         PP4 + "--pipeline-balance pack", 4,
@@ -425,10 +425,10 @@ def test_what_cannot_run_is_refused_with_what_can() -> None:
             {"transformer_impl": "inference_optimized"},
             "use --transformer-impl local or",
         ),
-        ({"mtp_num_layers": 1, "mtp_use_repeated_layer": True}, "leave it out"),
-        ({"context_parallel_size": 2}, "leave it out"),
-        ({"hybrid_layer_pattern": "M*"}, "leave --pipeline-slices out"),
-        ({"experimental_attention_variant": "dsa"}, "leave --pipeline-slices out"),
+        ({"mtp_num_layers": 1, "mtp_use_repeated_layer": True}, "remove it"),
+        ({"context_parallel_size": 2}, "remove it"),
+        ({"hybrid_layer_pattern": "M*"}, "remove --pipeline-slices"),
+        ({"experimental_attention_variant": "dsa"}, "remove --pipeline-slices"),
         ({"sft": True, "micro_batch_size": 2}, "use --micro-batch-size 1"),
         ({"fp8": "hybrid"}, "use --bf16 instead"),
     ],

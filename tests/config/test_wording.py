@@ -99,8 +99,8 @@ def test_a_mistake_has_no_flags_in_python_and_no_fields_on_a_command_line(
             "--pipeline-slices 4 --pipeline-balance order --pipeline-schedule zb-v",
             (
                 "--pipeline-slices 4 cannot run with --pipeline-balance: it cuts all micro-batches "
-                "alike; use --pipeline-slice-tokens 4096 without --pipeline-slices, or leave one "
-                "of them out"
+                "alike; use --pipeline-slice-tokens 4096 without --pipeline-slices, or remove one "
+                "of them"
             ),
         ),
         (

@@ -219,7 +219,7 @@ def test_argument_rules_refuse(dest: str) -> None:
 def test_argument_rules_refuse_the_persistent_checkpoint_worker() -> None:
     (message,) = CpuDevice().argument_errors(Namespace(**_WORKER))
     # Without the worker, Megatron drops --async-save and Megatron-Bridge ends.
-    assert message.endswith("; leave --async-save out")
+    assert message.endswith("; remove --async-save")
     assert (
         CpuDevice().argument_errors(Namespace(**{**_WORKER, "async_save": False})) == []
     )

@@ -201,7 +201,7 @@ def test_sizes_that_configure_was_given_are_compared(own: Any) -> None:
     )
     [message] = set(told)
     assert (
-        "num_microbatches 16, but Bridge's configuration has 4 and 8; leave" in message
+        "num_microbatches 16, but Bridge's configuration has 4 and 8; remove" in message
     )
 
 
@@ -344,7 +344,7 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
             {"checkpoint.async_save": True, "checkpoint.save": "unused"},
             {"schedule": "zb-v"},
             "",
-            "leave checkpoint.async_save out",
+            "remove checkpoint.async_save",
         ),
         (
             {},

@@ -187,7 +187,7 @@ def test_a_csv_needs_no_sizes(
         ("plan --pp 4 --microbatches 8 --comm 1e308", ["up to 1e+09"]),
         ("plan --schedule csv:/dev/zero", ["it is a pipe or a device, not a regular file"]),
         ("plan --schedule csv:/nowhere.csv", ["/nowhere.csv cannot be read"]),
-        ("plot fbd --pp 4 --microbatches 4 --use-dpp", ["different ranks", "leave --use-dpp out"]),
+        ("plot fbd --pp 4 --microbatches 4 --use-dpp", ["different ranks", "remove --use-dpp"]),
         ("plot fbd --pp 4 --microbatches 4 -o x.csv", ["every stage on two ranks", "a .json file"]),
         ("plan --schedule csv:x.csv --chunks 2", ["csv:x.csv: the file fixes chunks"]),
         (

@@ -46,7 +46,7 @@ def item_cost(item: Any, cost: LengthCost, flag: str = _FLAG) -> float:
         contents = ", ".join(str(name) for name in item)
     raise ScheduleError(
         f"{flag} requires micro-batch lengths, from tokens or cu_seqlens in the data iterator's "
-        f"items, but the iterator yields {contents}; leave {flag} unset"
+        f"items, but the iterator yields {contents}; remove {flag}"
     )
 
 
@@ -59,7 +59,7 @@ def check_iterator(items: Any, flag: str = _FLAG) -> None:
     if not hasattr(items, "__next__"):
         raise ScheduleError(
             f"{flag} reads a step's micro-batches in advance, which a {type(items).__name__} "
-            f"does not allow; leave {flag} unset"
+            f"does not allow; remove {flag}"
         )
 
 

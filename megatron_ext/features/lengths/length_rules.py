@@ -6,12 +6,12 @@ TEXTS = {
     # For micro-batches that do not run in data order.
     "balance": """
         logits_load_dir | logits_save_dir
-            logits are stored in data order; leave one of them out
+            logits are stored in data order; remove one of them
         moe_router_load_balancing_type=global_aux_loss
             it counts tokens from earlier micro-batches; use
             --moe-router-load-balancing-type=aux_loss or seq_aux_loss
         perform_rl_step
-            Megatron's RL distributes its own samples; leave one of them out""",
+            Megatron's RL distributes its own samples; remove one of them""",
     # For micro-batches that every replica cuts by its own lengths.
     "slices_by_length": """
         --moe-token-dispatcher-type=allgather with --expert-model-parallel-size above 1:

@@ -261,7 +261,7 @@ class LengthSlicer:
         if not all(shared_counts):
             raise ScheduleError(
                 f"{_FLAG} requires micro-batch lengths, but no rank has a data iterator; pass one "
-                f"to the first stage, or leave {_FLAG} unset"
+                f"to the first stage, or remove {_FLAG}"
             )
         if any_differs:
             raise ScheduleError(

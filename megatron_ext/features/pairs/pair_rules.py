@@ -17,36 +17,35 @@ TEXTS = {
             mla_up_proj, mlp or moe_act
         moe_layer_recompute
             it implies --recompute-modules=moe, but Megatron's schedule plans cut a layer after the
-            router; leave it out
+            router; remove it
         moe_shared_expert_overlap
-            the shared expert hides the communication that a partner would hide; leave one of them
-            out
+            the shared expert hides the communication that a partner would hide; remove one of them
         --mtp-use-repeated-layer, --mtp-detach-heads or --mtp-hsm: mtp_num_layers &
         mtp_use_repeated_layer | mtp_detach_heads | mtp_hsm
             Megatron's schedule plans for multi-token prediction ignore these settings and would
             train a different model
         {HYBRID_MODELS}
-            some releases of Megatron have no schedule plans for them; leave SUBJECT out
+            some releases of Megatron have no schedule plans for them; remove SUBJECT
         variable_seq_lengths
-            Megatron's forward step does not pass lengths to schedule plans; leave one of them out
+            Megatron's forward step does not pass lengths to schedule plans; remove one of them
         mlp_chunks_for_training>1 & num_experts
-            schedule plans route all tokens of a micro-batch at once; leave it out
+            schedule plans route all tokens of a micro-batch at once; remove it
         perform_rl_step
-            Megatron's RL builds no schedule plans; leave one of them out
+            Megatron's RL builds no schedule plans; remove one of them
         fine_grained_activation_offloading
             only backward passes outside pairs fetch the activations from the host; use
             --recompute-granularity=selective instead
         overlap_dispatch_backward_with_experts_wgrad
-            Megatron supports only one of the two; leave one of them out""",
+            Megatron supports only one of the two; remove one of them""",
     # For W actions that run while a rank waits for tokens.
     "waiting_weights": """
         sequence_parallel
             W gathers its operands from the tensor-parallel ranks, which may wait at different
-            times; leave --pipeline-waiting-weights out
+            times; remove --pipeline-waiting-weights
         transformer_impl=transformer_engine
             its matrix products share one workspace across streams, so a W in parallel with an
-            action could change the results; add --transformer-impl=local, or leave
-            --pipeline-waiting-weights out""",
+            action could change the results; add --transformer-impl=local, or remove
+            --pipeline-waiting-weights""",
     # Settings with which pairs would train a different model. `completion.completed` turns pairs
     # off for these.
     "unpaired": """

@@ -79,7 +79,7 @@ class Generator:
         if chunks not in (None, self.num_chunks) and not self.free_chunks:
             raise ScheduleError(
                 f"{self.name} always splits the model into {self.num_chunks} stages per rank, not "
-                f"--chunks {chunks}; leave --chunks out, or use interleaved"
+                f"--chunks {chunks}; remove --chunks, or use interleaved"
             )
         if self.free_chunks and chunks is not None and chunks < 2:
             raise ScheduleError(
@@ -201,7 +201,7 @@ def generate(
     if name.startswith(CSV_PREFIX):
         if chunks is not None or options:
             raise ScheduleError(
-                f"{name}: the file fixes chunks and options; leave them out"
+                f"{name}: the file fixes chunks and options; remove them"
             )
         schedule = _loaded(name, pp, num_microbatches)
         for change in changes:

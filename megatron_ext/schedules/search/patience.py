@@ -93,13 +93,13 @@ def policies(
     if schedule.disaggregated:
         raise ScheduleError(
             f"{schedule.label} runs forward and backward passes on different ranks, so the ranks "
-            "cannot choose their own order; leave --use-dpp out"
+            "cannot choose their own order; remove --use-dpp"
         )
     # `Progress` sums gradients in micro-batch order, so the table must do the same.
     if not is_ascending(schedule):
         raise ScheduleError(
             f"{schedule.label}: a stage's backward passes are not in micro-batch order, but a "
-            "dynamic order sums gradients in that order; sort the passes, or leave --use-dpp out"
+            "dynamic order sums gradients in that order; sort the passes, or remove --use-dpp"
         )
     if schedule.pairs:
         # Without all-to-all in the costs, a simulation would show no benefit from

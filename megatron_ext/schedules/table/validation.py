@@ -91,7 +91,7 @@ def check_actions(schedule: Schedule) -> None:
     if schedule.num_slices > 1 and schedule.disaggregated:
         raise ScheduleError(
             f"{schedule.label} runs forward and backward passes on different ranks, but both ranks "
-            "would need the keys and values of earlier slices; leave slices out"
+            "would need the keys and values of earlier slices; remove slices"
         )
     # Use one byte per stage, micro-batch and slice. Checking a large table with a set
     # of actions would take many times as long.

@@ -53,11 +53,11 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
     for name, flag in _TRAINING_FLAGS.items():
         if getattr(args, name):
             raise ArgumentsError(
-                f"--folders compares recorded digests without training; leave {flag} out"
+                f"--folders compares recorded digests without training; remove {flag}"
             )
     if launch_options:
         raise ArgumentsError(
-            f"--folders launches nothing; leave {shlex.join(launch_options)} out"
+            f"--folders launches nothing; remove {shlex.join(launch_options)}"
         )
     # argparse accepts any number of folders.
     folders: Sequence[Path] = args.folders
@@ -74,8 +74,8 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
     if any(read_folder(folder) for folder in folders[:2]):
         if len(folders) > 2:
             raise ArgumentsError(
-                "--folders got folders of operators, for which no tolerance can be learned; leave "
-                f"{folders[2]} out"
+                "--folders got folders of operators, for which no tolerance can be learned; remove "
+                f"{folders[2]}"
             )
         return _compare_operators(folders[0], folders[1], as_json=args.json)
     comparison = compare(*folders)

@@ -119,20 +119,20 @@ def _planned(
         ArgumentsError: A candidate is rejected.
     """
     if args.dry_run and args.json:
-        raise ArgumentsError("--dry-run has no results; leave --json out")
+        raise ArgumentsError("--dry-run has no results; remove --json")
     if args.locate and args.speed_only:
         raise ArgumentsError(
-            "--locate requires runs that start from the same weights; leave --speed-only out"
+            "--locate requires runs that start from the same weights; remove --speed-only"
         )
     if args.calibrate and args.speed_only:
         raise ArgumentsError(
             "--calibrate learns how much numbers may differ, but --speed-only does not compare "
-            "them; leave one of them out"
+            "them; remove one of them"
         )
     if args.against_itself:
         if args.additions or args.reference or args.calibrate:
             raise ArgumentsError(
-                "--self trains the recipe as it is; leave --with, --reference and --calibrate out"
+                "--self trains the recipe as it is; remove --with, --reference and --calibrate"
             )
         label = " ".join(recipe.pipeline) or REFERENCE
         contenders = [

@@ -184,7 +184,7 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
         if memory_gib is not None:
             raise DataError(
                 f"{run.directory}: no rank recorded the activations that a forward pass keeps, "
-                f"which --memory-gib needs; leave --memory-gib out"
+                f"which --memory-gib needs; remove --memory-gib"
             )
     # Simulate every configuration, and collect the reasons why some are
     # impossible or too large.

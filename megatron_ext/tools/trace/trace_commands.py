@@ -111,7 +111,7 @@ def _take_length_costs(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             flag = "--" + name.replace("_", "-")
             raise ArgumentsError(
-                f"--lengths takes the cost per sample length from --trace-dir; leave {flag} out"
+                f"--lengths takes the cost per sample length from --trace-dir; remove {flag}"
             )
     run = aggregate.read_run(args.trace_dir)
     cost, errors = measured_length_cost(run)
@@ -142,7 +142,7 @@ def _run_forecast(args: argparse.Namespace) -> int:
         args,
         ("trace_dir", "memory_gib", "json"),
         "--trace-dir takes sizes and costs from the run and predicts every schedule, so {} has no "
-        "effect; leave it out",
+        "effect; remove it",
     )
     # Import here: the forecast imports every schedule, which would slow down `--help`.
     from megatron_ext.tools.trace import aggregate, forecast

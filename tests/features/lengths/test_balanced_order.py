@@ -255,9 +255,9 @@ def test_the_cost_of_a_model_counts_the_experts_of_a_token() -> None:
     [
         (
             iter([{"text": 1}] * 4),
-            "tokens or cu_seqlens .* yields text; leave --pipeline-bal",
+            "tokens or cu_seqlens .* yields text; remove --pipeline-bal",
         ),
-        (iter([1] * 4), "yields a int; leave --pipeline-balance out"),
+        (iter([1] * 4), "yields a int; remove --pipeline-balance"),
         (iter([]), "the data ended after 0 of 4 micro-batches of a step"),
     ],
 )
@@ -269,7 +269,7 @@ def test_data_without_lengths_is_refused(items: Iterator[Any], said: str) -> Non
 
 
 def test_data_that_cannot_be_read_ahead_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="a SimpleNamespace does not allow; leave"):
+    with pytest.raises(ScheduleError, match="a SimpleNamespace does not allow; remove"):
         _step().iterator(SimpleNamespace())
 
 

@@ -54,13 +54,13 @@ CASES = {
         slice_tokens=64,
         flags="--window-size 4,0 ",
         fields={"window_size": (4, 0)},
-        remedy="leave --pipeline-slice-tokens out",
+        remedy="remove --pipeline-slice-tokens",
     ),
     "context parallelism": Refused(
         slice_tokens=64,
         flags="--context-parallel-size 2 ",
         fields={"context_parallel_size": 2},
-        remedy="leave --pipeline-slice-tokens out",
+        remedy="remove --pipeline-slice-tokens",
     ),
     "experts that gather equal numbers of tokens": Refused(
         slice_tokens=64,

@@ -209,7 +209,9 @@ def test_roles_have_no_pairs() -> None:
     "settings", [{"all_to_all": 1.0}, {"all_to_all": -0.1}, {"hides": 1.5}]
 )
 def test_shares_are_shares(settings: dict[str, float]) -> None:
-    with pytest.raises(ScheduleError, match=r"all-to-all .*must be (at least|between) 0"):
+    with pytest.raises(
+        ScheduleError, match=r"all-to-all .*must be (at least|between) 0"
+    ):
         Costs(**settings)  # type: ignore[arg-type]
 
 

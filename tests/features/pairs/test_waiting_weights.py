@@ -90,7 +90,7 @@ def test_a_table_without_waiting_weights_is_the_same() -> None:
         ({"schedule": None}, "requires one of this package's schedules"),
         (
             {"schedule": None, "pairs": False, "disaggregation": Disaggregation()},
-            "cannot run with disaggregation, which has no pairs; leave waiting_weights out",
+            "cannot run with disaggregation, which has no pairs; remove waiting_weights",
         ),
     ],
 )

@@ -770,16 +770,16 @@ def test_bits_need_no_tolerance(
         ),
         (
             ["--self", "--with=--use-dpp", "--", *RECIPE.split()],
-            "leave --with, --reference and --calibrate out",
+            "remove --with, --reference and --calibrate",
         ),
         (["--trace-dir", "x", "--", *RECIPE.split()], "add --best 3"),
         (
             ["--locate", "--speed-only", "--with", "zb-h1", "--", *RECIPE.split()],
-            "leave --speed-only out",
+            "remove --speed-only",
         ),
         (
             ["--calibrate", "--speed-only", "--with", "zb-h1", "--", *RECIPE.split()],
-            "leave one of them out",
+            "remove one of them",
         ),
     ],
 )  # fmt: skip

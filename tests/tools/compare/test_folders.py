@@ -196,12 +196,12 @@ def test_a_third_folder_gives_the_tolerances(
     ("words", "message"),
     [
         (["--folders", "a"], "--folders got 1; pass the folders of the reference"),
-        (["--folders", "a", "b", "--self"], "leave --self out"),
-        (["--folders", "a", "b", "--steps", "9"], "leave --steps out"),
-        (["--folders", "a", "b", "--nproc", "2"], "leave --nproc 2 out"),
+        (["--folders", "a", "b", "--self"], "remove --self"),
+        (["--folders", "a", "b", "--steps", "9"], "remove --steps"),
+        (["--folders", "a", "b", "--nproc", "2"], "remove --nproc 2"),
         (
             ["--folders", "a", "b", "--", "pretrain_gpt.py"],
-            "leave the command after -- out",
+            "remove the command after --",
         ),
         (
             ["--folders", "a", "b"],

@@ -179,7 +179,7 @@ def test_the_smallest_job_holds_all_experts(flags: str, ranks: int) -> None:
 @pytest.mark.parametrize("wrong", ["0", "two", "-1", "\u0662"])
 def test_sizes_that_are_no_numbers(wrong: str) -> None:
     with pytest.raises(
-        LaunchError, match=r"--tensor-model-parallel-size=.* at least 1; leave it out"
+        LaunchError, match=r"--tensor-model-parallel-size=.* at least 1; remove it"
     ):
         Parallel.of(["--tensor-model-parallel-size", wrong])
 

@@ -168,4 +168,4 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main([*words, "--trace-dir", str(folder), "--microbatches", "0"]) == 2
     assert "--microbatches 0 must be 1 or more" in capsys.readouterr().err
     assert cli.main([*words, "--trace-dir", str(folder), "--hidden-size", "8"]) == 2
-    assert "leave --hidden-size out" in capsys.readouterr().err
+    assert "remove --hidden-size" in capsys.readouterr().err
