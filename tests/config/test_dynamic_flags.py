@@ -36,7 +36,7 @@ CHOSEN = {
 }  # fmt: skip
 REFUSED = {
     "policy alone": (PP4 + "--dpp-policy hint", 4, ["--dpp-policy requires --use-dpp; add --use"]),
-    "extra alone": (PP4 + "--dpp-extra-activations 0", 4, ["requires --use-dpp; add --use-dpp, or remove"]),
+    "extra alone": (PP4 + "--dpp-extra-activations 0", 4, ["add --use-dpp, or remove --dpp-extra"]),
     "extra": (PP4 + "--use-dpp --dpp-extra-activations -1", 4, ["--dpp-extra-activations 0"]),
     "extra without a bound": (
         PP4 + "--use-dpp --dpp-policy depth-first --dpp-extra-activations 2", 4,

@@ -612,7 +612,7 @@ def test_a_hybrid_pattern_has_the_segments_of_a_v(args: Namespace) -> None:
     choose(args, "zb-v")
     assert args.hybrid_layer_pattern == own
     args.hybrid_layer_pattern, args.hybrid_override_pattern = None, "M*-M*-M*"
-    with pytest.raises(ArgumentsError, match="only --hybrid-layer-pattern .since"):
+    with pytest.raises(ArgumentsError, match=r"only --hybrid-layer-pattern \(since"):
         choose(args, "zb-v")
 
 
