@@ -373,7 +373,7 @@ print_command() {
 
 # Prints the short log of a training command, or its full output with RAW=true, and writes the full output to a file.
 # Forwards termination signals to the command, which ends its processes. The script then continues with the exit
-# code of the command, with 130 after Ctrl-C, or with 128 + the signal if SIGTERM or SIGHUP made the command fail.
+# code of the command, with 130 after Ctrl-C, or with 128 + the signal if torchrun turned SIGTERM or SIGHUP into a 1.
 run_command() {
     local output=$1 pid view_pid status interrupted=1 stopped=false signal_code=0
     shift
@@ -395,7 +395,8 @@ run_command() {
     if $stopped; then
         return 130
     fi
-    # A training that saves on SIGTERM ends with 0.
-    ((status == 0 || signal_code == 0)) || return "$signal_code"
+    if ((status == 1 && signal_code)); then
+        return "$signal_code"
+    fi
     return "$status"
 }

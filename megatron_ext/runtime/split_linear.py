@@ -90,8 +90,11 @@ class _ContextWithoutWeight:
         self._input, saved_weight = ctx.saved_tensors
         # Pass a view, which lacks the parameter's attributes. If the attributes were present,
         # upstream would return uninitialised memory as the weight's gradient, as a placeholder for
-        # DDP's hook.
-        self.saved_tensors = self._input, saved_weight.detach()
+        # DDP's hook. Like the parameter, the view requires a gradient: if the output gradient is
+        # not contiguous, `torch.matmul` chooses between one GEMM and a batched one by that, and the
+        # two round differently.
+        view = saved_weight.detach().requires_grad_(saved_weight.requires_grad)
+        self.saved_tensors = self._input, view
         self.gradient: LinearGradient
         self.grad_bias: torch.Tensor | None = None
 

@@ -49,9 +49,7 @@ def test_the_time_out_is_that_of_the_clock(
 ) -> None:
     """A pause may end early, as a `poll` does that is woken."""
     clock = Clock(monkeypatch, part, store)
-    with pytest.raises(
-        TransportTimeout, match="waited 60 s for the end of the other role"
-    ):
+    with pytest.raises(TransportTimeout, match="waited 60 s for the other role's end"):
         worlds.hand_over("end", None, to="forward", pause=clock.pause)
     assert TIMEOUT_S <= clock.now < TIMEOUT_S + 1
 

@@ -418,7 +418,7 @@ def test_ranks_that_choose_differently_say_what_and_why() -> None:
         assert "auto has chosen different flags: --pipeline-schedule " in line
         assert " on rank 0, by forecast for 2 x h100 with " in line
         assert (
-            " on rank 1, by forecast for 2 x h100 with 0.0 GiB; name one of them"
+            " on rank 1, by forecast for 2 x h100 with 0.0 GiB; instead of auto, set one of"
             in line
         )
 

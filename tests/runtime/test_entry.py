@@ -350,8 +350,8 @@ def test_chunks_may_share_one_data_iterator() -> None:
         assert _plain(many[0]) == _plain(one[0])
         assert all(map(torch.equal, many[1], one[1]))
         assert told == (
-            "data_iterator has 3 iterators, but this rank holds 2 model chunks; give one iterator "
-            "for each chunk, or one that all chunks share"
+            "data_iterator has 3 iterators, but this rank holds 2 model chunks; pass one iterator "
+            "per chunk, or a single one that all chunks share"
         )
 
 

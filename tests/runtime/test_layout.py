@@ -117,7 +117,7 @@ def test_own_rank_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
     layout = PlacedLayout("Et|t|t|tL", places.v(2))
     assert [layout.get_layer_offset(vp_stage=chunk) for chunk in (0, 1)] == [1, 2]
-    with pytest.raises(AssertionError, match="give vp_stage"):
+    with pytest.raises(AssertionError, match="pass vp_stage"):
         layout.get_layer_offset()
 
 

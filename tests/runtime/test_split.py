@@ -232,6 +232,37 @@ def test_under_autocast_w_has_the_precision_of_upstreams_backward() -> None:
     run_ranks(1, without_ddp, True)
 
 
+def strided_gradient() -> None:
+    """`torch.matmul` rounds differently if the weight seems to require no gradient."""
+    import torch
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer import TransformerConfig
+
+    from tests.pipelines import splits
+
+    start_parallel()
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    layer = ColumnParallelLinear(
+        8, 8, config=config, init_method=torch.nn.init.normal_, bias=True
+    )
+    data = torch.randn(40, 2, 8)
+    gradient = torch.randn(2, 40, 8).transpose(0, 1)
+    results = []
+    for is_split in (False, True):
+        layer.zero_grad()
+        leaf = data.clone().requires_grad_()
+        output, _ = layer(leaf)
+        with splits().defer(0, 0) if is_split else nullcontext():
+            output.backward(gradient)
+        splits().run(0, 0)
+        results.append([leaf.grad, layer.weight.grad, layer.bias.grad])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_gradient_that_is_not_contiguous() -> None:
+    run_ranks(1, strided_gradient)
+
+
 def test_what_cannot_be_split_is_said() -> None:
     from megatron_ext.config.incompatible import why_not_split
 

@@ -156,7 +156,7 @@ def test_a_slice_has_its_own_messages() -> None:
         ("0F0 0F0.1 0B0 0B0.1", "0B0 cannot run here: 0B0.1 has to run before it, because"),
         ("0F0 0B0 0F0.1 0B0.1", "0B0 cannot run here: 0B0.1 has to run before it"),
         ("0F0 0F0.1 0B0.1", "never runs 0B0; each of its stages needs F and B (or I and W) for"),
-        ("0F0 0F0.1", "of each of the 2 slices of each of the 1 micro-batches"),
+        ("0F0 0F0.1", "for each of the 2 slices of each of the 1 micro-batches"),
         ("0F0 0F0.1 0F0.2", "micro-batches have 2 slices, 0 to 1"),
         ("0F0 0F0.1 0I0.1 0I0 0W0.1", "never runs 0W0;"),
     ],

@@ -25,7 +25,7 @@ def test_equal_folders_end_with_exit_code_0(
     folders = [str(write(tmp_path / name, step_records())) for name in ("one", "two")]
     assert compare(monkeypatch, "--folders", *folders) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "no difference in 32 tensors of 1 steps, counting the initial weights as one",
+        "no difference in 32 tensors over 1 steps, counting the initial weights as one",
         "schedules: Megatron's own and Megatron's own",
         "tolerance: none, all bits must be equal",
     ]
@@ -92,7 +92,7 @@ def test_runs_of_unequal_length_are_unproven(
     folders = [long, short] if is_shorter else [short, long]
     assert compare(monkeypatch, "--folders", *folders) == 1
     verdict = capsys.readouterr().out.splitlines()[0]
-    assert verdict.startswith("no difference in 64 tensors of 2 steps")
+    assert verdict.startswith("no difference in 64 tensors over 2 steps")
     assert "equality is unproven, because the runs have " in verdict
     assert "steps, of which they share 2; record both for the same steps" in verdict
     assert compare(monkeypatch, "--json", "--folders", *folders) == 1

@@ -128,7 +128,7 @@ CASES = {
     "no letter of a layout": (
         DEVICE + "--pipeline-model-parallel-layout Ex|tL", "layout", "FAIL", "Ex|tL has x",
     ),
-    "no layout": (DEVICE + "--pipeline-model-parallel-layout 4", "layout", "FAIL", "4 has 4"),
+    "no layout": (DEVICE + "--pipeline-model-parallel-layout 4", "layout", "FAIL", "4 contains 4"),
     "roles": (
         ONE.format(64) + PP.format(4) + "--forward-backward-disaggregating --hidden-dropout 0 "
         "--attention-dropout 0 --num-layers-per-virtual-pipeline-stage 3", "training", "OK",

@@ -80,7 +80,7 @@ def test_what_others_can_write_to_is_refused(
     assert cli.main([command, "r0"]) == 2
     error = capsys.readouterr().err
     assert f"other users can write to {path} (mode 777)" in error
-    remedy = error.rpartition(": ")[2].split()
+    remedy = error.rpartition(", run ")[2].split()
     assert remedy[:3] == ["chmod", "-R", "go-w"]
     Path(remedy[3]).chmod(0o755)
     assert runs.load("r0", "plan") is not None
