@@ -243,7 +243,11 @@ def test_a_weight_of_both_ends_gets_the_same_sum_from_all_tables(
     schedule: str, model: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     """One stage would add up the two gradients in another order."""
-    job = Job([[LENGTHS, FEW]], pp=2, settings=BY_LENGTH, model=model, is_tied=True)
+    replicas = [LENGTHS, FEW]
+    if model:
+        # From one token, Megatron 0.16 predicts no later one, and divides by that number.
+        replicas = [tuple(2 if n == 1 else n for n in lengths) for lengths in replicas]
+    job = Job([replicas], pp=2, settings=BY_LENGTH, model=model, is_tied=True)
     check(job, schedule=schedule, settings=settings)
 
 
