@@ -281,7 +281,7 @@ DROPPED_BY_ROLES = (
 def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refusal]:
     """Return a refusal for each setting that is incompatible with a feature.
 
-    `subject` is the flag that the user chose the feature with, such as `--pipeline-slices=4`.
+    `subject` is the flag that enabled the feature, such as `--pipeline-slices=4`.
     """
     refused = []
     for rule in rules:

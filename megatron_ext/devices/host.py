@@ -1,4 +1,4 @@
-"""The host's stream, events, random numbers and memory counters, with `torch.cuda`'s interface.
+"""Host versions of `torch.cuda`'s streams, events, random numbers and memory counters.
 
 The "device" generator is torch's default generator. Memory counters report the operating system's
 numbers.

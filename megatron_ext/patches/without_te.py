@@ -134,7 +134,7 @@ def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -
     kwargs.pop("k_channels", None)
     v_channels = kwargs.pop("v_channels", None)
     call(*args, **kwargs)
-    # Upstream derives the output width from `kv_channels`, but the values determine it.
+    # Upstream derives the output width from `kv_channels`, but it depends on the value tensor.
     if v_channels is not None:
         instance.hidden_size_per_partition = (
             v_channels * instance.num_attention_heads_per_partition

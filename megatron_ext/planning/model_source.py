@@ -20,8 +20,8 @@ _EXAMPLE_TIMEOUT_S = 30
 _UNKNOWN_SIZE_CODE = 3
 """Exit code of the script below if the example does not have the requested size."""
 # If the size does not exist, the script prints all sizes and exits with the code above.
-# Examples expand three arrays from `examples/train.sh` with flags that do not describe
-# the model, so the script leaves them empty.
+# A model.env may expand three arrays that `examples/train.sh` fills with flags that do not
+# describe the model, so they are empty here.
 _EXAMPLE_SCRIPT = (
     'source "$1"; SIZE=${2:-$DEFAULT_SIZE}; LLM_TRAINING=() SHARDED=() TINY_TRAINING=(); '
     'declare -F "size_$SIZE" >/dev/null || { compgen -A function size_ | cut -c6- | '

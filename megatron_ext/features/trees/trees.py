@@ -306,8 +306,8 @@ class Forms:
             return self._received[channel]
         header = next(inputs)
         assert header is not None
-        # Reading a header waits for the device: in the first step, or in every step if
-        # forms vary.
+        # Reading a header blocks until the device catches up. This happens only in the first
+        # step, or in every step if the tensors' shapes vary.
         form = self._received[channel] = parsed(bytes(header.cpu().numpy()))
         return form
 

@@ -10,7 +10,7 @@ With `activations=ship`, forward ranks send every layer's saved input, and B rec
 just before that layer's backward pass, so R takes no time. All forward ranks then do useful work,
 and backward ranks keep the activations of a single layer instead of an entire stage.
 
-Idea: the forward pass/backward disaggregation in MegatronApp.
+The idea comes from MegatronApp's forward/backward disaggregation.
 
 fbd activations=recompute: pp 4, m 4, makespan 30, bubble 6 (20.0 %), peak 2
 0|F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  .  .

@@ -1,7 +1,7 @@
 """ZB-V: two chunks per rank, laid out as a V, with split backward passes.
 
 The stages go down the ranks and back up, so rank 0 holds both the first and the last stage, and the
-turn at the last rank needs no message. Every rank keeps the same amount of activations. For m >=
+turn at the last rank needs no message. Every rank keeps the same number of activations. For m >=
 2pp, every rank works without a gap from its first to its last action, so the only bubble comes from
 the staggered start. With few micro-batches, the published order has gaps. In that case, a search
 (greedy.py) produces a table as well, and the shorter of the two is used.

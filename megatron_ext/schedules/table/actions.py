@@ -198,7 +198,7 @@ class Schedule:
         """Number of places for slices in a step. A stage runs at most one F per place.
 
         Slice s of micro-batch i has place `i * num_slices + s`. If micro-batches have different
-        numbers of slices, the places after a micro-batch's last slice stay empty.
+        numbers of slices, the positions after a micro-batch's last slice are left empty.
         """
         return self.num_microbatches * self.num_slices
 
