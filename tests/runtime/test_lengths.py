@@ -230,6 +230,7 @@ def _compare(model: list[_Stage], whole: list[_Stage], what: str) -> int:
 @pytest.mark.parametrize(
     ("ranks", "number"),
     [
+        pytest.param(2, 6, marks=pytest.mark.short_s(15)),
         (2, 40),
         (3, 40),
         (4, 40),
