@@ -215,8 +215,9 @@ def check_optimizer_state(
         if saved_format is not None and saved_format not in fits:
             raise DataError(
                 f"the checkpoint's optimizer state is in {saved_format} format, which only fits "
-                "the stages it was saved with; save with --dist-ckpt-optim-fully-reshardable to "
-                "change the schedule, or load only the weights with --no-load-optim"
+                "the stages it was saved with; resume once under the old schedule with "
+                "--dist-ckpt-optim-fully-reshardable and save, or load only the weights with "
+                "--no-load-optim"
             )
     return call(*args, **kwargs)
 
