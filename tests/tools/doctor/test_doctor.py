@@ -45,22 +45,27 @@ def test_this_machine_can_train_on_its_cpu() -> None:
     assert {check: found[check] for check in sound} == dict.fromkeys(sound, "OK")
     assert {"native core", "RDMA", "locked memory", "Megatron-LM tree"} <= set(found)
     for finding in json.loads(done.stdout):
-        assert set(finding) == {"level", "check", "found", "remedy"}
+        assert set(finding) == {"level", "check", "finding", "remedy"}
         assert finding["remedy"] or finding["level"] == "OK", finding
 
 
 def test_flags_of_a_training_are_checked() -> None:
-    flags = "--pipeline-model-parallel-size 4 --num-layers 32 --pipeline-schedule zb-v"
+    flags = (
+        "--pipeline-model-parallel-size 4 --num-layers 32 --pipeline-schedule zb-v "
+        "--train-iters 10 --eval-interval 10 --hidden-size 64 --num-attention-heads 4 "
+        "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-3 "
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 127"
+    )
     done = run_package("doctor", "--json", "--", "pretrain_gpt.py", *flags.split())
     lines = [one for one in json.loads(done.stdout) if one["check"] == "training"]
     assert lines[-1] == {
         "level": "OK",
         "check": "training",
-        "found": "zb-v accepts these flags",
+        "finding": "zb-v accepts these flags",
         "remedy": "",
     }
     [layout] = [one for one in json.loads(done.stdout) if one["check"] == "layout"]
-    assert "--devices 64xh100" in layout["found"]
+    assert "--devices 64xh100" in layout["finding"]
     done = run_package("doctor", "--", *flags.split(), "--use-megatron-fsdp")
     assert done.returncode == 1
     assert (
