@@ -224,8 +224,10 @@ def test_a_hostfile_shows_what_the_launcher_shows(tmp_path: Path) -> None:
     done = bash(str(REPO / "examples/llama3/run.sh"), *words, cwd=tmp_path, **env)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "iteration 1/2  loss 4.8550" in done.stdout
-    assert "megatron-ext: | the data ends here" in done.stdout
-    assert "failed first: localhost: rank 1 ended with exit code 1" in done.stdout
+    assert (
+        "failed first: localhost: rank 1 ended with exit code 1 after iteration 1: "
+        "the data ends here (sys.exit at pretrain_gpt.py:4); everything: "
+    ) in done.stdout
 
 
 @pytest.mark.parametrize(
