@@ -144,7 +144,7 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
     flags = MOCK + EXACT + "--use-distributed-optimizer --train-iters 2 --eval-iters 0 "
     report(train(2, f"{flags}{PP2}--save {tmp_path} --save-interval 2"))
     told = user_errors(train(2, f"{flags}{ZB_V}--load {tmp_path}"))
-    assert "fits only the stages that it was saved with" in told[0]
+    assert "only fits the stages it was saved with" in told[0]
     assert "--no-load-optim" in told[0]
     weights = train(
         2, f"{flags}{ZB_V}--train-iters 3 --no-load-optim --load {tmp_path}"
