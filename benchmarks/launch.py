@@ -69,7 +69,7 @@ _TRAINING_TIMEOUT_S = 1800
 """Time-out for a training job. On a busy machine, it takes minutes to start, not seconds."""
 _FLAGS = f"{LLAMA}--train-iters 8 --use-dpp"
 _KEPT = f"{LLAMA}--hidden-dropout 0 --attention-dropout 0 --pipeline-schedule zb-h1 "
-"""A model that, after a restart, depends only on its checkpoint."""
+"""A model whose next steps depend only on its checkpoint."""
 _KILLED_AFTER = 5
 _KILLS_IN_A_RUN = 5
 _STEPS_BETWEEN_KILLS = 4

@@ -98,7 +98,7 @@ Arena Arena::attach(UniqueFd fd) {
     if (std::memcmp(header->magic, kMagic, sizeof(kMagic)) != 0 || header->version != kVersion) {
         throw TransportError(
             "cannot attach an arena: the segment holds something else, or an arena of another "
-            "version; install the same megatron_ext for all ranks");
+            "version; install the same megatron_ext on all ranks");
     }
     if (!possible(size) || segment.size_bytes() != total_bytes(size)) {
         throw TransportError("cannot attach an arena: " + std::to_string(size.num_slots) +

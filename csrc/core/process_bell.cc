@@ -58,7 +58,7 @@ ProcessBell ProcessBell::attach(UniqueFd page, UniqueFd event) {
     Segment segment = Segment::attach(std::move(page));
     if (segment.size_bytes() != sizeof(Page)) {
         throw TransportError("cannot attach a bell of " + std::to_string(segment.size_bytes()) +
-                             " bytes; install the same megatron_ext for all ranks");
+                             " bytes; install the same megatron_ext on all ranks");
     }
     return ProcessBell(std::move(segment), std::move(event));
 }

@@ -117,7 +117,7 @@ Header check_segment(int fd, const std::string& failed) {
     if (header.version != kVersion || header.header_bytes != kHeaderBytes) {
         throw TransportError(failed + ": it has layout version " + std::to_string(header.version) +
                              ", but this process uses version " + std::to_string(kVersion) +
-                             "; install the same megatron_ext for all ranks");
+                             "; install the same megatron_ext on all ranks");
     }
     if (header.payload_bytes != file_bytes - kHeaderBytes) {
         throw TransportError(failed + ": its header says " + bytes_text(header.payload_bytes) +

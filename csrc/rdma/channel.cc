@@ -156,7 +156,7 @@ RdmaChannel::Offer RdmaChannel::make_offer() const {
 void RdmaChannel::accept_offer(const Offer& offer) {
     if (std::memcmp(offer.magic, kMagic, sizeof(kMagic)) != 0 || offer.num_sources > kMaxSources) {
         throw RdmaError(peer_ + " did not send an RDMA address",
-                        "install the same megatron_ext for all ranks");
+                        "install the same megatron_ext on all ranks");
     }
     if (offer.num_slots != size_.num_slots || offer.slot_bytes != size_.slot_bytes) {
         throw RdmaError(peer_ + " has " + std::to_string(offer.num_slots) + " slots of " +
@@ -301,7 +301,7 @@ void RdmaChannel::arrived(std::uint32_t immediate) {
     const std::uint32_t slot = immediate & ((1U << kKindShift) - 1);
     if (kind > kCredit || slot >= size_.num_slots) {
         throw RdmaError(peer_ + " sent the unknown immediate value " + std::to_string(immediate),
-                        "install the same megatron_ext for all ranks");
+                        "install the same megatron_ext on all ranks");
     }
     if (kind == kCredit) {
         released_[slot] = true;

@@ -74,8 +74,8 @@ _NCCL_ONLY = read_rules("""
 """)
 _GROUPED_GEMM = read_rules("""
     moe_grouped_gemm
-        --moe-grouped-gemm requires CUDA compute capability 8 in upstream, which MUSA does not
-        claim; remove it: experts then run one by one
+        --moe-grouped-gemm requires CUDA compute capability 8 or higher in upstream, which MUSA does
+        not claim; remove it: experts then run one by one
 """)
 
 

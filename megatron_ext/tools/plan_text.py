@@ -123,8 +123,8 @@ def result_lines(
     if free_memory is not None:
         yield (
             f"\n--pipeline-waiting-weights {free_memory.number} fits with the first layout, "
-            f"because {free_memory}; it fills the time that ranks spend waiting for tokens and "
-            "needs --transformer-impl local"
+            f"because {free_memory}; it fills the time that ranks spend waiting for tokens, and "
+            "it needs --transformer-impl local"
         )
     if len(plans) > 1:
         yield f"\nflags of the first {len(plans)}:"

@@ -98,7 +98,7 @@ def padding_between() -> None:
         assert torch.equal(made[begin:end], alone.squeeze(1))
     assert not made[3].any()
     assert not made[6:].any()
-    with pytest.raises(UserError, match="qkv_format 'bshd' needs"):
+    with pytest.raises(UserError, match="qkv_format 'bshd' requires"):
         attention(
             query, query, query, None, packed_seq_params=_packed([0, 8], kind="bshd")
         )

@@ -108,7 +108,8 @@ def predict_lengths(
         sizes: Sizes of a step.
         length_cost: Cost of a sample as a function of its length.
         costs: Durations of actions on the mean micro-batch, and of messages.
-        slice_tokens: Maximum number of tokens in a slice, or None if micro-batches stay whole.
+        slice_tokens: T. A micro-batch of L > T tokens is cut into L / T slices (rounded up) of
+            equal cost. None: micro-batches stay whole.
 
     Returns:
         The predictions, sorted by step time under `pack`, and the reasons why other schedules were

@@ -22,7 +22,6 @@ TEXTS = {
         mlp_chunks_for_training>1 & num_experts
             routers would see only part of a slice, but losses are counted per micro-batch; remove
             it
-
         --mtp-use-repeated-layer: mtp_num_layers & mtp_use_repeated_layer
             the layer runs twice, which would mix the keys and values of the two runs; remove it
         --mtp-hsm: mtp_num_layers & mtp_hsm

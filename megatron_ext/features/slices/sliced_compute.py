@@ -419,8 +419,9 @@ class RunningSlice:
             is_padded = not torch.equal(padded_bounds, bounds)
         if packed.qkv_format != "thd" or is_padded:
             raise ScheduleError(
-                "packed sequences in slices must have the format thd and no padding between them; "
-                f"pack {packed.qkv_format} sequences without padding, or disable slices"
+                "packed sequences in slices must have the format thd and no padding between them, "
+                f"not {packed.qkv_format}{' with padding' if is_padded else ''}; pack them as thd "
+                "without padding, or disable slices"
             )
         self.state.packed = packed
         documents = self.state.documents_read()

@@ -53,7 +53,7 @@ class SliceChange(TableChange):
         if self._num_slices not in (1, schedule.num_slices):
             raise ScheduleError(
                 f"{schedule.name}: the file fixes the number of slices at "
-                f"{schedule.num_slices}, got {self._num_slices}; do not set it"
+                f"{schedule.num_slices}, got {self._num_slices}; do not set their number"
             )
         shares = shares_of_equal_cost(schedule.num_slices, costs.attention)
         return replace(schedule, slices=shares)

@@ -76,7 +76,7 @@ def check_drawable(timeline: Timeline) -> None:
         raise ScheduleError(
             f"{timeline.schedule.label} on {pp} ranks needs {columns:.3g} columns of {slot:g}, but "
             f"at most {_MAX_CELLS // pp} can be drawn; use fewer micro-batches, or --costs that "
-            f"differ less"
+            f"differ less from each other"
         )
 
 

@@ -50,7 +50,8 @@ def shown_ranks(text: str, plan: JobPlan) -> list[int]:
             ranks.add(int(word))
         else:
             raise LaunchError(
-                f"--show names {word!r}; use all, ranks from 0 to {num_started - 1}, or last"
+                f"--show names {word!r}; use all, or a list of ranks from 0 to "
+                f"{num_started - 1} and last"
             )
     return sorted(ranks)
 
