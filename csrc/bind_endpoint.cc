@@ -365,7 +365,7 @@ void bind_endpoint(py::module_& module) {
         .def("arrivals", &arrivals, py::arg("timeout_s") = py::none(),
              "Wait for messages that no earlier call returned; (source, tag) of each.")
         .def("flush", &flush, py::arg("timeout_s") = py::none(),
-             "Wait until all sent messages can be taken; return False if that does not happen in time.")
+             "Wait until all sent messages can be taken; return False after the time-out.")
         .def("abort", &Endpoint::abort, py::arg("reason"), no_gil,
              "Tell all peers to stop waiting.")
         .def("close", &Endpoint::close, no_gil, "Notify the peers and release everything.")

@@ -24,7 +24,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_ext.errors import MegatronExtError, TransportTimeout
+from megatron_ext.errors import (
+    MegatronExtError,
+    PeerClosed,
+    PeerDied,
+    TransportTimeout,
+)
 from megatron_ext.message import Message
 from megatron_ext.schedules.table.costs import AHEAD
 from megatron_ext.transport.base import Expected
@@ -252,7 +257,16 @@ class PolicyOrder(Order):
 
     def _sleep(self, timeout_s: float) -> bool:
         """Sleep for up to `timeout_s`; return whether a message arrived or an action completed."""
-        messages = self.transport.poll(max(0.0, timeout_s))
+        messages: Sequence[Message] = []
+        try:
+            messages = self.transport.poll(max(0.0, timeout_s))
+        except (PeerClosed, PeerDied):
+            if self.policy.progress.num_outstanding or not self._running:
+                raise
+            # Peers that have finished their part of the step may exit while this rank only
+            # waits for its own device.
+            assert self.run_ahead is not None
+            self.run_ahead.wait_until(len(self._running) - 1)
         self._note(messages)
         ended_s = [] if self.run_ahead is None else self.run_ahead.ended_s()
         for took_s in ended_s:

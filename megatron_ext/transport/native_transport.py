@@ -590,17 +590,11 @@ class NativeTransport:
         reports = self._usable().peers()
         waited_s = time.perf_counter() - begin_s
         problem = f"no message can arrive: waited {waited_s:.1f} s"
-        if any(report.state == "aborted" for report in reports):
+        if any(report.state in ("died", "aborted") for report in reports):
             raise self._failure(problem, self._rank, None, 0.0)
-        expected = Counter(source for source, _ in list(self._expected))
-        # If all messages have arrived, the caller waits only for its own device. Peers that have
-        # finished their part of the step may exit meanwhile.
-        if all(expected[report.rank] <= report.num_arrived for report in reports):
-            return
-        if any(report.state == "died" for report in reports):
-            raise self._failure(problem, self._rank, None, 0.0)
-        if all(report.state == "closed" for report in reports):
+        if reports and all(report.state == "closed" for report in reports):
             raise PeerClosed(f"{problem}; all peers closed their transports")
+        expected = Counter(source for source, _ in list(self._expected))
         for report in reports:
             if report.state == "closed" and report.num_arrived < expected[report.rank]:
                 problem = f"messages from rank {report.rank} cannot arrive: waited {waited_s:.1f} s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
@@ -13,12 +14,13 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from megatron_ext.errors import TransportTimeout
+from megatron_ext.errors import PeerClosed, PeerDied, TransportTimeout
 from megatron_ext.message import Message
 from megatron_ext.runtime.ordering import LedOrder, PolicyOrder
 from megatron_ext.runtime.program import Table
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.search.policies import Hint, Patience
+from megatron_ext.schedules.table.communication import tensor_of
 
 TIMEOUT_S = 60.0
 FIRST_GRADIENT = Message("B", 0, 0)
@@ -66,6 +68,69 @@ def test_without_patience_it_is_jumped_over_at_once() -> None:
     wire = _Wire(is_late=False)
     assert _third_action(wire, None) == "0F2"
     assert set(wire.asked_s) == {0.0}
+
+
+class _Gone:
+    """Delivers messages at the first call; later waits find that the peer has exited."""
+
+    def __init__(self, messages: Sequence[Message], error: Exception) -> None:
+        self._messages, self._error = messages, error
+
+    def poll(self, timeout_s: float) -> Sequence[Message]:
+        delivered, self._messages = self._messages, ()
+        if not delivered and timeout_s:
+            raise self._error
+        return delivered
+
+    def stats(self) -> Any:
+        return SimpleNamespace(wires={0: "shm"})
+
+    def wake(self) -> None:
+        pass
+
+
+class _SlowDevice:
+    """A `RunAhead` whose actions end when they are waited for."""
+
+    def __init__(self) -> None:
+        self._num_running, self._ended = 0, 0
+
+    def listen(self, wake: Any) -> None:
+        pass
+
+    def record(self) -> None:
+        self._num_running += 1
+
+    def wait_until(self, unfinished: int) -> None:
+        self._ended += max(0, self._num_running - unfinished)
+        self._num_running = min(self._num_running, unfinished)
+
+    def ended_s(self) -> list[float]:
+        ended, self._ended = self._ended, 0
+        return [0.001] * ended
+
+
+@pytest.mark.parametrize("error", [PeerClosed("closed"), PeerDied("died")])
+@pytest.mark.parametrize("num_arrived", [3, 2])
+def test_a_peer_may_exit_once_all_its_messages_have_arrived(
+    error: Exception, num_arrived: int
+) -> None:
+    schedule = generate("1f1b", 2, 3)
+    table = Table(schedule, 1, slots=2)
+    forwards = [action for action in schedule.rows[1] if action.kind == "F"]
+    wire: Any = _Gone([tensor_of(action) for action in forwards][:num_arrived], error)
+    policy = Hint(schedule, 1, cap=3, weights_fill=False, patience=None)
+    device: Any = _SlowDevice()
+    order = PolicyOrder(
+        table, policy, wire, {"F": 1, "B": 1}, (), TIMEOUT_S, run_ahead=device
+    )
+    is_complete = num_arrived == len(forwards)
+    ran = []
+    with nullcontext() if is_complete else pytest.raises(type(error)):
+        for position in order:
+            ran.append(position)
+            device.record()
+    assert (len(ran) == len(schedule.rows[1])) == is_complete
 
 
 class _Telling:

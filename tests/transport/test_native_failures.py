@@ -303,36 +303,6 @@ def test_a_farewell_comes_after_the_last_message() -> None:
     run_ranks(2, on_each_wire, _farewell)
 
 
-def _exits_after_its_part(wire: Wire, closes: bool) -> None:
-    """The other rank has all messages, and polls until its device has used them."""
-    transport = open_transport(wire)
-    key = Message("F", 0, 0)
-    transport.begin([Expected(1, key, None, torch.float32)] * (1 - rank()), 1)
-    if rank() == 1:
-        transport.isend(torch.ones(5), 0, key)
-        transport.flush(10)
-        if closes:
-            transport.close()
-        os._exit(0)
-    assert transport.poll(1000) == [key]
-    deadline_s = time.monotonic() + 30
-    while transport._endpoint.peers()[0].state not in ("closed", "died"):
-        assert time.monotonic() < deadline_s
-        assert transport.poll(0.05) == []  # a wait also looks after peers
-    assert transport.poll(0.05) == []
-    assert transport.recv(1, key, 0).sum().item() == 5
-    transport.close()
-
-
-@pytest.mark.parametrize("closes", [True, False])
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_peer_may_exit_once_all_its_messages_have_arrived(
-    wire: Wire, closes: bool
-) -> None:
-    ended = start_ranks(2, _exits_after_its_part, wire, closes, timeout_s=60)
-    assert ended.exit_codes[0] == 0, ended.describe()
-
-
 def _leaves_early(wire: Wire) -> None:
     """As by an error outside of the step, behind which the process ends."""
     transport = open_transport(wire)

@@ -53,6 +53,8 @@ class Progress:
         self._enables: list[list[int]] = [[] for _ in self.row]
         # By message, activation or gradient: the position of the action that needs it.
         self._takers: dict[Message, int] = {}
+        self.num_outstanding = 0
+        """The number of these messages that have not arrived yet."""
         # By position: the rank that produces the action's input, or None if no input
         # comes from another stage.
         self._sources: list[int | None] = [None] * len(self.row)
@@ -100,6 +102,7 @@ class Progress:
                 if schedule.travels(needed, action):
                     self._takers[tensor_of(action)] = index
                     self._missing[index] += 1
+                    self.num_outstanding += 1
                     self._sources[index] = rank_of[needed.stage]
                 else:
                     self._order(position[needed], index)
@@ -156,6 +159,7 @@ class Progress:
         index = self.row.index(action)
         assert self._missing[index], f"{action} may have been chosen already"
         self._takers[message] = index
+        self.num_outstanding += 1
         self._missing[index] += 1
         self._unlaunched[index] += 1
 
@@ -172,6 +176,7 @@ class Progress:
         if message.launched:
             self.launched(message.tensor)
             return
+        self.num_outstanding -= 1
         if message in self._awaited:
             # The action that needs this message was already chosen, so it no longer
             # waits for the message.
