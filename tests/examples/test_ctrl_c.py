@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,11 +24,28 @@ print("megatron_ext: begins", flush=True)
 time.sleep(60)
 """
 TRAINING = """
+PYTHON=$4
 run_command "$2/log.txt" "$PYTHON" -c "$3" || status=$?
 say "interrupted at iteration 3"
 exit "$status"
 """
-DATA = 'apart "$PYTHON" -c "${3/stop)/signal.SIG_DFL)}"'
+DATA = 'PYTHON=$4; apart "$PYTHON" -c "${3/stop)/signal.SIG_DFL)}"'
+
+
+@contextmanager
+def started(script: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run a script of ours in bash until its program has started."""
+    arguments = [str(REPO), str(folder), PROGRAM, sys.executable]
+    with subprocess.Popen(
+        ["bash", "-c", f"set -euo pipefail\n{script}", "run.sh", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as run:
+        assert run.stdout is not None
+        assert "begins" in run.stdout.readline()
+        yield run
 
 
 @pytest.mark.parametrize(
@@ -38,16 +57,9 @@ DATA = 'apart "$PYTHON" -c "${3/stop)/signal.SIG_DFL)}"'
     ids=["training", "data"],
 )
 def test_one_line_at_every_stage(stage: str, line: str, tmp_path: Path) -> None:
-    script = f'set -euo pipefail\nsource "$1/examples/common.sh"\nPYTHON={sys.executable}\n{stage}'
-    with subprocess.Popen(
-        ["bash", "-c", script, "run.sh", str(REPO), str(tmp_path), PROGRAM],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as run:
+    script = f'source "$1/examples/common.sh"\n{stage}'
+    with started(script, tmp_path) as run:
         assert run.stdout is not None
-        assert "begins" in run.stdout.readline()
         os.killpg(run.pid, signal.SIGINT)
         assert (
             run.stdout.read() == f"run.sh: {line}\n"
@@ -56,25 +68,17 @@ def test_one_line_at_every_stage(stage: str, line: str, tmp_path: Path) -> None:
 
 
 ENDING = """
-OUT=$2 FLAGS=(--save "$2/kept" --load "$2/kept") EXTRA=()
+PYTHON=$4 OUT=$2 FLAGS=(--save "$2/kept" --load "$2/kept") EXTRA=()
 run_command "$OUT/log.txt" "$PYTHON" -c "$3" || explain_failure $?
 """
 
 
 @pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGHUP"])
 def test_another_signal_is_named(signal_name: str, tmp_path: Path) -> None:
-    source = 'HERE="$1/examples/llama3"\nsource "$1/examples/train.sh"'
-    script = f"set -euo pipefail\n{source}\nPYTHON={sys.executable}\n{ENDING}"
+    script = f'HERE="$1/examples/llama3"\nsource "$1/examples/train.sh"\n{ENDING}'
     signal_number = signal.Signals[signal_name]
-    with subprocess.Popen(
-        ["bash", "-c", script, "run.sh", str(REPO), str(tmp_path), PROGRAM],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as run:
+    with started(script, tmp_path) as run:
         assert run.stdout is not None
-        assert "begins" in run.stdout.readline()
         run.send_signal(signal_number)  # to the script alone, as `kill` does
         last_line = run.stdout.read().splitlines()[-1]
         assert run.wait(60) == 128 + signal_number

@@ -141,15 +141,18 @@ def test_resume_under_another_schedule(
 
 
 def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
-    flags = MOCK + EXACT + "--use-distributed-optimizer --train-iters 2 --eval-iters 0 "
-    report(train(2, f"{flags}{PP2}--save {tmp_path} --save-interval 2"))
-    told = user_errors(train(2, f"{flags}{ZB_V}--load {tmp_path}"))
+    flags = MOCK + EXACT + "--use-distributed-optimizer --train-iters 4 --eval-iters 0 "
+    saving = f"{flags}{PP2}--save {tmp_path} --save-interval 1 "
+    assert len(report(train(2, f"{saving}--exit-interval 2"))) == 2
+    going_on = f"{flags}{ZB_V}--load {tmp_path} "
+    told = user_errors(train(2, going_on))
     assert "only fits the stages it was saved with" in told[0]
+    assert "resume once under the old schedule with --dist-ckpt-optim" in told[0]
     assert "--no-load-optim" in told[0]
-    weights = train(
-        2, f"{flags}{ZB_V}--train-iters 3 --no-load-optim --load {tmp_path}"
-    )
-    assert len(report(weights)) == 1
+    assert len(report(train(2, f"{going_on}--no-load-optim"))) == 2
+    resumed_once = f"{saving}{RESHARDABLE}--load {tmp_path} --exit-interval 3"
+    assert len(report(train(2, resumed_once))) == 1
+    assert len(report(train(2, going_on))) == 1
 
 
 writes_enums = pytest.mark.skipif(
