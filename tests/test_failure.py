@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from megatron_ext.upstream import failure, releases
 from megatron_ext.upstream import tree as upstream
 from tests.commands import run_python
+from tests.ports import free_port
 from tests.ranks import RankRun, start_script
 from tests.upstream_script.runs import GPT
 
@@ -92,9 +92,7 @@ def test_a_file_that_one_host_lacks_ends_both(tmp_path: Path) -> None:
     for table in tables:
         table.parent.mkdir()
     tables[0].write_text(CSV)
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     hosts = [
         subprocess.Popen(
             [

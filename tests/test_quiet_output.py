@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
+from tests.ports import free_port
 from tests.upstream_script.runs import GPT
 
 pytestmark = pytest.mark.skipif(
@@ -41,9 +41,7 @@ def start(
     flags: str, output: Path, program: tuple[str, ...] = RUNNER
 ) -> list[subprocess.Popen[bytes]]:
     """Start two ranks as a launcher does; both write to one file."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     with output.open("wb") as log:
         return [

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megatron_ext.config import active
 from megatron_ext.errors import ArgumentsError, HangError, PeerDied
+from tests.ports import free_port
 from tests.ranks import losses, require_training
 from tests.saved_tensors import saved_tensors
 
@@ -274,20 +275,6 @@ QUICK = (
 )
 
 
-def free_ports() -> int:
-    """Return the first of three free ports in a row."""
-    while True:
-        with ExitStack() as stack, socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                for number in (port + 1, port + 2):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", number))
-            except OSError:
-                continue
-            return port
-
-
 @dataclass
 class Job:
     """Ranks that run, without a launcher."""
@@ -312,7 +299,7 @@ class Job:
 
 @contextmanager
 def job(folder: Path, num_ranks: int, flags: str) -> Iterator[Job]:
-    port = free_ports()
+    port = free_port(num_ports=3)
     running = Job(folder, [])
     try:
         for rank in range(num_ranks):

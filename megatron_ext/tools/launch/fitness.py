@@ -17,6 +17,7 @@ import psutil
 
 from megatron_ext.devices import count_devices
 from megatron_ext.errors import LaunchError, MegatronExtError
+from megatron_ext.tools.launch.keeper import STORES
 from megatron_ext.tools.launch.run_folder import RunFolder
 from megatron_ext.transport.address import source_address
 from megatron_ext.version import code_hash, installed
@@ -90,7 +91,9 @@ def look(request: Json, log_dir: Path) -> Json:
         )
     # Rank 0 is on the first host, so the ranks meet there.
     if request["is_first"]:
-        hello["port"] = _free_port(request["master_port"], problems)
+        # A job that keeps going also needs a port for each store that its keeper hosts.
+        num_ports = 1 if request["reserve"] is None else 1 + len(STORES)
+        hello["port"] = _free_port(request["master_port"], num_ports, problems)
     # The address that this host must use depends on the route to another host.
     if request["peer"] is not None:
         try:
@@ -164,18 +167,21 @@ def _digest_of(script: str) -> str:
     return hashlib.sha256(content).hexdigest()[:8]
 
 
-def _free_port(master_port: int | None, problems: list[str]) -> int:
-    """Return the rendezvous port: the user's port or a free one."""
+def _free_port(master_port: int | None, num_ports: int, problems: list[str]) -> int:
+    """Return the rendezvous port: the user's port, or the first of some free ones in a row."""
     # Rank 0 does not start listening until a few seconds later. Ports in this range are
     # never assigned automatically, so the port will most likely still be free then.
     # Choose at random, so that jobs that start at the same time choose different ports.
-    candidates = random.sample(range(_LOWEST_PORT, _HIGHEST_PORT + 1), 5)
+    candidates = random.sample(range(_LOWEST_PORT, _HIGHEST_PORT + 2 - num_ports), 5)
     if master_port:
         candidates = [master_port]
-    for port in candidates:
-        reason = _why_taken(port)
-        if reason is None:
-            return port
+    for first in candidates:
+        for port in range(first, first + num_ports):
+            reason = _why_taken(port)
+            if reason is not None:
+                break
+        else:
+            return first
     problems.append(
         f"port {port} cannot be used for the rendezvous: {reason}; remove --master-port to get a "
         f"free one"

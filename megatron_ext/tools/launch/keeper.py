@@ -33,7 +33,7 @@ from megatron_ext.tools.launch.losses import Loss, Losses
 from megatron_ext.tools.launch.run_folder import RunFolder
 from megatron_ext.upstream import parent
 
-_STORES = {1: "the ranks' store", 2: "nvidia-resiliency-ext's store"}
+STORES = {1: "the ranks' store", 2: "nvidia-resiliency-ext's store"}
 """Offset from the master port, as chosen by Megatron and nvidia-resiliency-ext -> the store."""
 _STORE_TIMEOUT_S = 300.0
 _TURN_S = 0.5
@@ -149,7 +149,7 @@ def _hosted_stores(args: argparse.Namespace) -> list[Any]:
     from torch._C._distributed_c10d import TCPStore
 
     stores = []
-    for distance, purpose in _STORES.items():
+    for distance, purpose in STORES.items():
         port = args.master_port + distance
         try:
             store = TCPStore(

@@ -22,11 +22,11 @@ import pytest
 from megatron_ext.tools.launch.hostfile import parse
 from megatron_ext.tools.launch.plan import JobPlan
 from megatron_ext.tools.launch.runs import marked
+from tests.ports import free_port
 from tests.ranks import require_training
 from tests.saved_tensors import saved_tensors
 from tests.tools.launch.cluster import rank_of, wait_until
 from tests.tools.launch.test_cluster import LLAMA
-from tests.tools.launch.test_keeper import free_port
 
 if TYPE_CHECKING:
     import torch
@@ -497,7 +497,7 @@ def test_a_job_outlives_one_of_its_hosts(tmp_path: Path) -> None:
         env={"MEGATRON_EXT_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
         reserve=0,
         num_reserve_hosts=1,
-        master_port=free_port(),
+        master_port=free_port(num_ports=3),
         log_root=str(tmp_path / "logs"),
     ).completed()
     by_hand = re.sub(

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,12 +17,15 @@ import psutil
 import pytest
 
 from megatron_ext.tools.launch import runs
+from megatron_ext.tools.launch.keeper import STORES
 from megatron_ext.tools.launch.losses import Loss, Losses, loss_in_words
 from megatron_ext.upstream import parent
 from tests.commands import run_python
+from tests.ports import free_port
 from tests.tools.launch.cluster import wait_until
 
 ROOT = Path(__file__).parents[3]
+NUM_PORTS = 1 + len(STORES)
 
 # No rank needs torch: each only ends as its rank says, and prints a line about a step afterwards.
 RANKS = """\
@@ -52,13 +54,6 @@ print(f" iteration        4/       6 | lm loss: 1.0 | of rank {rank}", flush=Tru
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def keep(tmp_path: Path, reserve: int, *endings: str) -> tuple[Any, Path]:
     (tmp_path / "ranks_that_end.py").write_text(RANKS)
     folder = tmp_path / "host"
@@ -67,7 +62,7 @@ def keep(tmp_path: Path, reserve: int, *endings: str) -> tuple[Any, Path]:
         "-m", "megatron_ext.tools.launch.keeper", str(folder / "failure.json"), "1", str(reserve),
         str(len(endings)), "--nnodes", "1", "--node-rank", "0",
         "--nproc-per-node", str(len(endings)), "--master-addr", "127.0.0.1",
-        "--master-port", str(free_port()), "--max-restarts", "0", "--rdzv-id", "run",
+        "--master-port", str(free_port(NUM_PORTS)), "--max-restarts", "0", "--rdzv-id", "run",
         "--log-dir", str(folder / "ranks"), "--redirects", "3", "--tee", "0:3,1:3",
         "-m", "ranks_that_end", *endings, PYTHONPATH=f"{ROOT}:{tmp_path}",
     )  # fmt: skip
@@ -143,8 +138,9 @@ def test_ranks_end_with_their_keeper_without_an_agent(tmp_path: Path) -> None:
     words = [
         sys.executable, "-m", "megatron_ext.tools.launch.keeper", str(tmp_path / "failure.json"),
         "1", "0", "2", "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "2",
-        "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--rdzv-id", "run",
-        "--log-dir", str(tmp_path / "ranks"), "-m", "ranks_that_end", "deaf", "deaf",
+        "--master-addr", "127.0.0.1", "--master-port", str(free_port(NUM_PORTS)),
+        "--rdzv-id", "run", "--log-dir", str(tmp_path / "ranks"), "-m", "ranks_that_end",
+        "deaf", "deaf",
     ]  # fmt: skip
     env = {
         **os.environ,
@@ -169,8 +165,9 @@ def test_a_stopped_job_leaves_no_rank(tmp_path: Path) -> None:
     words = [
         sys.executable, "-m", "megatron_ext.tools.launch.keeper", str(tmp_path / "failure.json"),
         "0.5", "1", "2", "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "2",
-        "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--rdzv-id", "run",
-        "--log-dir", str(tmp_path / "ranks"), "-m", "ranks_that_end", "deaf", "deaf",
+        "--master-addr", "127.0.0.1", "--master-port", str(free_port(NUM_PORTS)),
+        "--rdzv-id", "run", "--log-dir", str(tmp_path / "ranks"), "-m", "ranks_that_end",
+        "deaf", "deaf",
     ]  # fmt: skip
     env = {
         **os.environ,
@@ -267,7 +264,7 @@ def keep_on_two_hosts(
     (tmp_path / "ranks_that_end.py").write_text(RANKS)
     counts = ",".join(str(len(endings)) for endings in endings_by_host)
     endings = [ending for host in endings_by_host for ending in host]
-    port = str(free_port())
+    port = str(free_port(NUM_PORTS))
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     keepers, folders = [], []
     for host, endings_here in enumerate(endings_by_host):
@@ -326,7 +323,7 @@ def test_the_first_host_reports_a_loss_of_a_host_that_has_ended(tmp_path: Path) 
 def test_ranks_end_with_the_keeper_of_the_first_host(tmp_path: Path) -> None:
     """It hosts their stores, so they could not meet again."""
     (tmp_path / "ranks_that_end.py").write_text(RANKS)
-    port = free_port()
+    port = free_port(NUM_PORTS)
     words = [
         sys.executable, "-m", "megatron_ext.tools.launch.keeper", str(tmp_path / "failure.json"),
         "0.5", "1", "1,1", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "1",

@@ -20,10 +20,11 @@ import psutil
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.tools.launch import jobs
+from megatron_ext.tools.launch import fitness, jobs
 from megatron_ext.tools.launch.hostfile import Host
 from megatron_ext.tools.launch.plan import JobPlan
 from tests.commands import run_package
+from tests.ports import free_port
 from tests.tools.launch.cluster import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -213,6 +214,32 @@ def test_a_port_that_is_taken() -> None:
     assert line.startswith(
         f"a: port {port} cannot be used for the rendezvous: it is in use"
     )
+
+
+def test_a_port_that_a_store_of_the_keeper_needs_is_taken() -> None:
+    first = free_port(num_ports=3)
+    with socket.create_server(("", first + 2)):
+        lines = in_other_words(
+            launch(
+                TWO, "--keep-going", "--master-port", str(first), "--", "job.py", *SAVED
+            )
+        )
+    taken = f"a: port {first + 2} cannot be used for the rendezvous: it is in use"
+    assert any(line.startswith(taken) for line in lines), lines
+
+
+def test_a_chosen_port_is_followed_by_free_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = free_port(num_ports=6)
+    monkeypatch.setattr(
+        fitness.random, "sample", lambda _ports, _count: [first, first + 3]
+    )
+    problems: list[str] = []
+    with socket.create_server(("", first + 2)):
+        assert fitness._free_port(None, 1, problems) == first
+        assert fitness._free_port(None, 3, problems) == first + 3
+    assert not problems
 
 
 @pytest.mark.skipif(
