@@ -41,6 +41,9 @@ _MAX_NAMED = 4
 _SIGNAL = signal.SIGRTMIN + 7
 """Interrupts the training thread's system calls. No other code uses this signal."""
 
+_WRAPPER_FOLDERS = ("/torch/", "/megatron_ext/tracing/", "/megatron_ext/devices/")
+"""A frame of these is passed over: the line that called it says more about what a rank does."""
+
 OUTSIDE = "is between training steps"
 _SILENT = "its process is gone, stopped, or cut off from the network"
 
@@ -422,7 +425,7 @@ class Watchdog:
             name = frame.f_code.co_filename
             if name.endswith("/torch/distributed/distributed_c10d.py"):
                 runs_collective = True
-            if "/torch/" not in name and "/megatron_ext/tracing/" not in name:
+            if not any(folder in name for folder in _WRAPPER_FOLDERS):
                 where = f"{name.rpartition('/')[2]}:{frame.f_lineno} in {frame.f_code.co_name}"
             frame = frame.f_back
         now = self._now()

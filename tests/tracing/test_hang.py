@@ -227,6 +227,23 @@ def test_a_thread_beside_the_main_one_is_watched() -> None:
     assert "rank 0 holds the job up" in run.logs[0]
 
 
+def one_rank_misses_a_collective() -> None:
+    """Wait in a collective of gloo, whose waits this package replaces, or elsewhere."""
+    dist.init_process_group("nccl")
+    dist.barrier()
+    state = RankState(-1, "is in the optimizer step", since_s=time.monotonic())
+    hang.Watchdog(lambda: state, 2.0).start()
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+    time.sleep(60)
+
+
+def test_a_rank_that_misses_a_collective_of_gloo_is_to_blame() -> None:
+    run = start_ranks(2, one_rank_misses_a_collective, timeout_s=60)
+    step = "is in the optimizer step"
+    assert f"rank 1 holds the job up: rank 0 {step} and waits there" in run.logs[0]
+
+
 def stuck_beside_a_store_that_is_stopped() -> None:
     torch.distributed.init_process_group("gloo")
     silent: Any = SimpleNamespace(set_timeout=lambda _: None)
