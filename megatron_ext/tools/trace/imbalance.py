@@ -35,6 +35,14 @@ class Place(NamedTuple):
     """Index within the stage."""
 
 
+class _GroupKey(NamedTuple):
+    """Identifies an expert group and one of its expert-tensor ranks."""
+
+    stage: int
+    group: int
+    expert_tensor_rank: int
+
+
 @dataclass(frozen=True)
 class ExpertGroup:
     """Ranks that exchange tokens with each other. All times are per step, in nanoseconds."""
@@ -78,10 +86,10 @@ class ExpertGroup:
     @property
     def worst_place(self) -> Place:
         """The layer with the longest mean wait."""
-        return max(
-            self.waited_by_layer_ns,
-            key=lambda place: fmean(self.waited_by_layer_ns[place].values()),
-        )
+        mean_waits_ns: dict[Place, float] = {}
+        for place, waited_ns in self.waited_by_layer_ns.items():
+            mean_waits_ns[place] = fmean(waited_ns.values())
+        return max(mean_waits_ns, key=mean_waits_ns.__getitem__)
 
     @property
     def is_worth_it(self) -> bool:
@@ -111,10 +119,10 @@ def sentences(run: Run) -> Iterator[str]:
         yield f"{len(worth_it) - _MAX_LINES} more expert groups wait less."
 
 
-def _surveys_by_group(run: Run) -> dict[tuple[int, int, int], list[RankSurvey]]:
+def _surveys_by_group(run: Run) -> dict[_GroupKey, list[RankSurvey]]:
     """Return (stage, group, expert-tensor rank) -> the surveys of complete expert groups."""
     expert_size = int(run.settings.get("expert_model_parallel_size") or 1)
-    surveys: dict[tuple[int, int, int], list[RankSurvey]] = defaultdict(list)
+    surveys: dict[_GroupKey, list[RankSurvey]] = defaultdict(list)
     for survey in run.surveys:
         header = survey.header
         tensor_size = header.sizes[2]
@@ -126,20 +134,26 @@ def _surveys_by_group(run: Run) -> dict[tuple[int, int, int], list[RankSurvey]]:
         # Within a stage, Megatron numbers tensor-parallel ranks
         # first, then expert groups.
         index = header.data * tensor_size + header.tensor
-        number, within = divmod(index, expert_size * expert_tensor_size)
-        surveys[header.pipeline, number, within % expert_tensor_size].append(survey)
-    return {
-        key: members
-        for key, members in surveys.items()
-        if len(members) == expert_size > 1
-    }
+        group, index_within = divmod(index, expert_size * expert_tensor_size)
+        expert_tensor_rank = index_within % expert_tensor_size
+        key = _GroupKey(header.pipeline, group, expert_tensor_rank)
+        surveys[key].append(survey)
+    complete: dict[_GroupKey, list[RankSurvey]] = {}
+    for key, members in surveys.items():
+        # A group of one rank exchanges nothing.
+        if expert_size > 1 and len(members) == expert_size:
+            complete[key] = members
+    return complete
 
 
 def _group_of(surveys: Sequence[RankSurvey]) -> ExpertGroup | None:
     """Return a group's waiting times, or None if no exchange was recorded on all of its ranks."""
-    shared_keys = set(surveys[0].exchange_ns)
-    for survey in surveys[1:]:
-        shared_keys &= survey.exchange_ns.keys()
+    # A list, because the order of a set would differ between processes, and with it
+    # which of several layers with equal waits is reported.
+    shared_keys = []
+    for key in surveys[0].exchange_ns:
+        if all(key in survey.exchange_ns for survey in surveys):
+            shared_keys.append(key)
     step_ns = figures(surveys).duration_ns
     if not shared_keys or not step_ns:
         return None
@@ -153,10 +167,11 @@ def _group_of(surveys: Sequence[RankSurvey]) -> ExpertGroup | None:
         # exchange is the shortest.
         last_rank = min(ranks, key=took_ns.__getitem__)
         num_last[last_rank] += 1
+        place = Place(key.stage, key.layer)
         for rank in ranks:
             rank_waited_ns = took_ns[rank] - took_ns[last_rank]
             waited_by_step_ns[key.iteration][rank] += rank_waited_ns
-            waited_by_layer_ns[Place(key.stage, key.layer)][rank] += rank_waited_ns
+            waited_by_layer_ns[place][rank] += rank_waited_ns
     num_steps = len(waited_by_step_ns)
     waited_ns: Counter[int] = Counter()
     num_busiest: Counter[int] = Counter()
@@ -169,14 +184,14 @@ def _group_of(surveys: Sequence[RankSurvey]) -> ExpertGroup | None:
         busiest_rank = min(ranks, key=of_step.__getitem__)
         num_busiest[busiest_rank] += 1
         fillable_ns += of_step[busiest_rank] / num_steps
+    waited_by_layer_per_step_ns: dict[Place, Mapping[int, float]] = {}
+    for place, of_layer in waited_by_layer_ns.items():
+        waited_by_layer_per_step_ns[place] = _for_one(of_layer, ranks, num_steps)
     return ExpertGroup(
         ranks,
         step_ns=step_ns,
         waited_ns=_for_one(waited_ns, ranks, num_steps),
-        waited_by_layer_ns={
-            place: _for_one(of_layer, ranks, num_steps)
-            for place, of_layer in waited_by_layer_ns.items()
-        },
+        waited_by_layer_ns=waited_by_layer_per_step_ns,
         fillable_ns=fillable_ns,
         share_busiest=_for_one(num_busiest, ranks, num_steps),
         share_last=_for_one(num_last, ranks, len(shared_keys)),
@@ -259,7 +274,11 @@ def table(run: Run) -> list[list[str]]:
         for place, waited_ns in sorted(group.waited_by_layer_ns.items()):
             waits = [f"{rank}: {waited_ns[rank] / 1e6:.2f}" for rank in group.ranks]
             last_rank = min(group.ranks, key=waited_ns.__getitem__)
-            rows.append(
-                [str(place.stage), str(place.layer), str(last_rank), ", ".join(waits)]
-            )
+            row = [
+                str(place.stage),
+                str(place.layer),
+                str(last_rank),
+                ", ".join(waits),
+            ]
+            rows.append(row)
     return rows

@@ -75,6 +75,19 @@ def test_waits_are_measured_by_rank_and_layer(tmp_path: Path) -> None:
     assert even.mean_ns == 0
 
 
+def test_of_layers_with_equal_waits_the_first_recorded_one_is_named(
+    tmp_path: Path,
+) -> None:
+    """Not one that the order of a set chooses, which differs between processes."""
+    first, second = imbalance.expert_groups(_run(tmp_path, _rotating))
+    for stage, group in enumerate((first, second)):
+        [waits_ns] = {
+            tuple(waits.values()) for waits in group.waited_by_layer_ns.values()
+        }
+        assert min(waits_ns) > 0
+        assert group.worst_place == Place(stage, 0)
+
+
 def test_no_schedule_cures_a_rank_that_is_always_slow(tmp_path: Path) -> None:
     run = _run(tmp_path, _slow_rank)
     [sentence] = imbalance.sentences(run)
