@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.hostfile import Host
 
 _LONGEST_PAUSE_S = 60.0
+_MAX_DOUBLINGS = 6
+"""Enough to reach the longest pause from 1 s. Many more would overflow a float."""
 
 
 def shown_ranks(text: str, plan: JobPlan) -> list[int]:
@@ -45,7 +47,8 @@ def shown_ranks(text: str, plan: JobPlan) -> list[int]:
         if word == "last":
             # The last rank logs the losses. If it is lost, any reserve rank may replace
             # it.
-            ranks.update(range(plan.world_size - 1, num_started))
+            possible_last_ranks = range(plan.world_size - 1, num_started)
+            ranks.update(possible_last_ranks)
         elif word.isdecimal() and int(word) < num_started:
             ranks.add(int(word))
         else:
@@ -57,7 +60,9 @@ def shown_ranks(text: str, plan: JobPlan) -> list[int]:
 
 
 def with_restarts(
-    plan: JobPlan, hosts: tuple[Host, ...], args: argparse.Namespace
+    plan: JobPlan,
+    hosts: tuple[Host, ...],
+    args: argparse.Namespace,
 ) -> int:
     """Run a job until it succeeds, is stopped or runs out of restarts; return its exit code.
 
@@ -74,9 +79,10 @@ def with_restarts(
         # Exit normally between attempts, so that open connections are closed. During an attempt,
         # `supervise` installs its own handlers. Under nohup, SIGHUP stays ignored.
         if signal.getsignal(ending) == signal.SIG_DFL:
-            signal.signal(ending, lambda number, _: sys.exit(128 + number))
+            signal.signal(ending, _exit_on_signal)
     failed_at: list[float] = []
-    num_restarts, attempt = 0, plan
+    num_restarts = 0
+    attempt = plan
     while True:
         outcome, completed = _attempt(attempt, args)
         now = time.monotonic()
@@ -92,7 +98,9 @@ def with_restarts(
         num_restarts += 1
         # Wait longer each time, because a failed file server or switch takes a while to
         # come back.
-        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (len(failed_at) - 1))
+        num_doublings = min(len(failed_at) - 1, _MAX_DOUBLINGS)
+        backoff_s = 2.0**num_doublings
+        pause_s = min(_LONGEST_PAUSE_S, backoff_s)
         say(
             f"restart {len(failed_at)} of {args.max_restarts} in {pause_s:g} s, because of "
             f"{outcome.failure}"
@@ -104,19 +112,26 @@ def with_restarts(
         attempt = replace(plan, run_id=f"{plan.run_id}-r{num_restarts}")
         able = _able_hosts(hosts, completed, attempt, args.preflight_timeout)
         # Never shrink a job: with fewer replicas, the batch could differ.
-        num_hosts, num_ranks = len(completed.hosts), completed.world_size
-        num_missing = num_hosts - len(able[:num_hosts])
+        num_hosts = len(completed.hosts)
+        num_ranks = completed.world_size
+        chosen = able[:num_hosts]
+        num_missing = num_hosts - len(chosen)
         # With --keep-going, reserve hosts replace missing training hosts.
+        num_reserve_hosts = max(0, plan.num_reserve_hosts - num_missing)
         attempt = replace(
             attempt,
-            hosts=able[:num_hosts],
-            num_reserve_hosts=max(0, plan.num_reserve_hosts - num_missing),
+            hosts=chosen,
+            num_reserve_hosts=num_reserve_hosts,
         )
         if attempt.world_size != num_ranks:
             raise LaunchError(
                 f"the job needs {num_hosts} hosts with {num_ranks} ranks, but only {len(able)} of "
                 f"{len(hosts)} hosts can run it; repair the others, or add spares (--spares)"
             )
+
+
+def _exit_on_signal(number: int, _frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def _with_slots(hosts: Sequence[Host], completed: JobPlan) -> tuple[Host, ...]:
@@ -132,7 +147,10 @@ def _with_slots(hosts: Sequence[Host], completed: JobPlan) -> tuple[Host, ...]:
 
 
 def _able_hosts(
-    hosts: tuple[Host, ...], ended: JobPlan, attempt: JobPlan, timeout_s: float
+    hosts: tuple[Host, ...],
+    ended: JobPlan,
+    attempt: JobPlan,
+    timeout_s: float,
 ) -> tuple[Host, ...]:
     """Stop whatever is left of the last attempt; return the hosts that can run the next one.
 
@@ -140,7 +158,8 @@ def _able_hosts(
     network was down may still be running its part of the job.
     """
     # Processes left over from the last attempt would still hold devices and ports.
-    with Agents(replace(ended, hosts=hosts)) as agents:
+    ended_on_all_hosts = replace(ended, hosts=hosts)
+    with Agents(ended_on_all_hosts) as agents:
         answers = agents.ask("stop", timeout_s + attempt.grace_s)
     problems: dict[int, list[str]] = {}
     reachable = []
@@ -150,19 +169,25 @@ def _able_hosts(
         else:
             reachable.append(host)
     # Check the hosts that answered, as before the first attempt.
-    with Agents(replace(attempt, hosts=tuple(reachable))) as agents:
-        for host, hello in zip(reachable, agents.look(timeout_s), strict=True):
+    attempt_on_reachable = replace(attempt, hosts=tuple(reachable))
+    with Agents(attempt_on_reachable) as agents:
+        hellos = agents.look(timeout_s)
+        for host, hello in zip(reachable, hellos, strict=True):
             problems[host.number] = hello["problems"]
     able = []
     for host in hosts:
-        for text in problems[host.number]:
+        problems_of_host = problems[host.number]
+        for text in problems_of_host:
             say(f"{host.name}: {text}")
-        if not problems[host.number]:
+        if not problems_of_host:
             able.append(host)
     return tuple(able)
 
 
-def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]:
+def _attempt(
+    plan: JobPlan,
+    args: argparse.Namespace,
+) -> tuple[Outcome, JobPlan]:
     """Run a job once; return the outcome and the plan with all process counts."""
     directory = runs.runs_root() / plan.run_id
     with ExitStack() as resources:
@@ -170,23 +195,25 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
         hellos = agents.look(args.preflight_timeout)
         # A job starts on all hosts or on none, so report all problems before any host
         # starts it.
-        if problems := _of_hosts(plan, hellos, "problems"):
+        problems = _of_hosts(plan, hellos, "problems")
+        if problems:
             raise LaunchError("\n".join(problems))
-        plan = plan.completed([hello["devices"] for hello in hellos])
+        num_devices = [hello["devices"] for hello in hellos]
+        plan = plan.completed(num_devices)
         show = shown_ranks(args.show, plan)
         # Write the files before the job starts, so that `stop` can find it even if the launcher
         # dies.
         try:
-            folder = resources.enter_context(
-                RunFolder.open(runs.runs_root(), plan.run_id, create=True)
-            )
+            folder = RunFolder.open(runs.runs_root(), plan.run_id, create=True)
+            resources.enter_context(folder)
             if folder.exists("plan.json"):
                 raise LaunchError(
                     f"run {plan.run_id} already exists; use another --run-id"
                 )
             folder.write_json("plan.json", plan.record())
             folder.write_json("launcher.json", runs.record())
-            log = resources.enter_context(folder.create("output.log"))
+            log = folder.create("output.log")
+            resources.enter_context(log)
         except OSError as error:
             remedy = "free some space, or set MEGATRON_EXT_RUNS to another directory"
             raise LaunchError(cannot_write(directory, error, remedy)) from None
@@ -222,7 +249,11 @@ def _attempt(plan: JobPlan, args: argparse.Namespace) -> tuple[Outcome, JobPlan]
     return outcome, plan
 
 
-def _of_hosts(plan: JobPlan, hellos: Sequence[runs.Json], kind: str) -> list[str]:
+def _of_hosts(
+    plan: JobPlan,
+    hellos: Sequence[runs.Json],
+    kind: str,
+) -> list[str]:
     """Return the problems or warnings from all hosts, one line each."""
     lines = []
     for host, hello in zip(plan.hosts, hellos, strict=True):
@@ -232,9 +263,11 @@ def _of_hosts(plan: JobPlan, hellos: Sequence[runs.Json], kind: str) -> list[str
 
 def _has_view(args: argparse.Namespace, plan: JobPlan) -> bool:
     """Return whether to shorten the output: true for Megatron's scripts without --raw or --help."""
-    is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")
+    script = Path(plan.command[0]).name
+    is_megatrons = script.startswith("pretrain_")
     # The view would drop the help text.
-    return is_megatrons and not args.raw and {"-h", "--help"}.isdisjoint(plan.command)
+    asks_for_help = "-h" in plan.command or "--help" in plan.command
+    return is_megatrons and not args.raw and not asks_for_help
 
 
 @dataclass
@@ -259,9 +292,11 @@ class _End:
     def _logs(self) -> str:
         """A pointer to the full output: the log file or the command that shows the logs."""
         failure = self.outcome.failure
-        if self._is_seen or (failure is None and self.view is not None):
+        is_shortened_success = failure is None and self.view is not None
+        if self._is_seen or is_shortened_success:
             return f"everything: {self.log_path}"
-        words = ["megatron-ext", "logs", self.plan.run_id, *self.plan.flags_to_reach()]
+        words = ["megatron-ext", "logs", self.plan.run_id]
+        words += self.plan.flags_to_reach()
         place = ""
         if failure is not None:
             if failure.rank is not None:
@@ -292,10 +327,10 @@ class _End:
         elif self.outcome.stopped_by == "SIGINT" and is_training:
             when = "before the first logged iteration"
             if self.display.iteration:
-                saved = [
-                    flag_value(self.plan.command, flag) for flag in ("--save", "--load")
-                ]
-                when = f"at iteration {self.display.iteration}; {to_resume(*saved)}"
+                save = flag_value(self.plan.command, "--save")
+                load = flag_value(self.plan.command, "--load")
+                resuming = to_resume(save, load)
+                when = f"at iteration {self.display.iteration}; {resuming}"
             say(f"interrupted {when}; {self._logs}")
         elif self.outcome.stopped_by is not None:
             say(f"stopped by {self.outcome.stopped_by}; {self._logs}")
@@ -306,9 +341,11 @@ class _End:
         """Print the failed part's last output, unless the view has shown it, and the cause."""
         reason = str(failed)
         lines = [line for line in failed.tail if line.strip()]
-        # The view does not recognise every error. If a rank was killed by a signal, its last line
-        # may be `Killed` or a message from the C library, so always print that line.
-        for line in lines[-1:] if self._is_seen else lines:
+        if self._is_seen:
+            # The view does not recognise every error. If a rank was killed by a signal, its last
+            # line may be `Killed` or a message from the C library, so always print that line.
+            lines = lines[-1:]
+        for line in lines:
             is_repeated = self.view is not None and self.view.has_shown(line)
             if not is_repeated and line not in reason:
                 say(f"| {line}")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -108,6 +109,29 @@ def restarted(hosts: str, *words: str) -> list[JobPlan]:
         ]
         assert cli.main([*launch, *words]) == (0 if len(plans) == 2 else 2)
     return plans
+
+
+def test_the_pause_grows_to_its_longest_after_any_number_of_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGATRON_EXT_RUNS", str(tmp_path / "runs"))
+    Path("hosts").write_text("localhost\n")
+    pauses: list[float] = []
+
+    def attempt(plan: JobPlan, _args: object) -> tuple[Outcome, JobPlan]:
+        return Outcome(7, Failure("localhost", "rank 0", 7, 0.0)), plan.completed([1])
+
+    monkeypatch.setattr(attempts, "_attempt", attempt)
+    monkeypatch.setattr(attempts, "_able_hosts", lambda hosts, *_: hosts)
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=pauses.append)
+    monkeypatch.setattr(attempts, "time", clock)
+    # 2.0**1024, the pause after 1025 failures if nothing limits it, is no float.
+    words = ["--run-id", "again", "--max-restarts", "1025", "--per-node", "--", "true"]
+    assert cli.main(["launch", "--hostfile", "hosts", *words]) == 7
+    assert pauses[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert len(pauses) == 1025
+    assert set(pauses[6:]) == {60}
 
 
 def test_what_a_host_still_runs_ends_before_it_takes_part_again(
