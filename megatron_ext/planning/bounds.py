@@ -53,7 +53,9 @@ def uses_of(table: Schedule) -> list[RowUse]:
     uses = []
     for rank, row in enumerate(table.rows):
         stages = table.placement.stages_of[rank]
-        position_of = {stage: position for position, stage in enumerate(stages)}
+        position_of: dict[int, int] = {}
+        for position, stage in enumerate(stages):
+            position_of[stage] = position
         moments = _moments(row, position_of)
         # The number of moments to keep grows rapidly with the number of stages, and
         # every moment is tried with every division of the layers.
@@ -65,14 +67,17 @@ def uses_of(table: Schedule) -> list[RowUse]:
         for index in table.pairs_of(rank):
             forward = row[index]
             backward = row[index + 1]
-            num_pairs[position_of[forward.stage], position_of[backward.stage]] += 1
+            positions = (position_of[forward.stage], position_of[backward.stage])
+            num_pairs[positions] += 1
         loads = [_stage_loads(moment) for moment in fullest]
         uses.append(RowUse(loads, num_pairs))
     return uses
 
 
 def _stage_loads(moment: _Moment) -> list[StageLoad]:
-    loads = zip(moment[::2], moment[1::2], strict=True)
+    live_by_stage = moment[::2]
+    waiting_by_stage = moment[1::2]
+    loads = zip(live_by_stage, waiting_by_stage, strict=True)
     return [StageLoad(*load) for load in loads]
 
 
@@ -93,7 +98,8 @@ def _unexceeded(moments: set[_Moment]) -> set[_Moment]:
     """Return the moments that no other moment exceeds in every number."""
     unexceeded: set[_Moment] = set()
     # The sums are in descending order, so no moment can exceed an earlier one.
-    for moment in sorted(moments, key=sum, reverse=True):
+    fullest_first = sorted(moments, key=sum, reverse=True)
+    for moment in fullest_first:
         if not any(_exceeds(fuller, moment) for fuller in unexceeded):
             unexceeded.add(moment)
     return unexceeded
@@ -101,17 +107,30 @@ def _unexceeded(moments: set[_Moment]) -> set[_Moment]:
 
 def _exceeds(fuller: _Moment, moment: _Moment) -> bool:
     """Return whether every stage keeps at least as much at `fuller` as at `moment`."""
-    return all(
-        load <= fuller_load for load, fuller_load in zip(moment, fuller, strict=True)
-    )
+    loads = zip(moment, fuller, strict=True)
+    return all(load <= fuller_load for load, fuller_load in loads)
 
 
 def _two_fullest(moments: set[_Moment]) -> set[_Moment]:
     """Return the moment with the largest sum and the one with the largest minimum over stages."""
-    fullest_at_all_stages = max(
-        moments, key=lambda moment: (min(moment[::2]), sum(moment))
-    )
-    return {max(moments, key=sum), fullest_at_all_stages}
+
+    def least_and_sum(moment: _Moment) -> tuple[int, int]:
+        live_by_stage = moment[::2]
+        return min(live_by_stage), sum(moment)
+
+    fullest = max(moments, key=sum)
+    fullest_at_all_stages = max(moments, key=least_and_sum)
+    return {fullest, fullest_at_all_stages}
+
+
+class _Candidate(NamedTuple):
+    """A rank that may get one more layer. Sorting puts the one that finishes first in front."""
+
+    end_s: float
+    """The time at which the rank would finish with this layer."""
+    rank: int
+    num_extra: int
+    """The rank's number of extra layers, including this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,15 +174,16 @@ class CutBound:
             ladders = [_Ladder(self, rank, layer) for rank in range(len(outside_s))]
             # Layers that a stage has in every cut are already in `fixed`.
             num_left = num_layers
-            # For every rank, the time at which it would finish if it had one more layer
-            # of this kind: (time, rank, number of extra layers).
-            candidates: list[tuple[float, int, int]] = []
+            # One candidate per rank, for a layer of this kind.
+            candidates: list[_Candidate] = []
             for rank, ladder in enumerate(ladders):
-                span_s = max(span_s, outside_s[rank] + ladder.least_s(0))
+                end_without_extra_s = outside_s[rank] + ladder.least_s(0)
+                span_s = max(span_s, end_without_extra_s)
                 for stage in stages_of[rank]:
                     if layer in self.kinds[stage]:
                         num_left -= self.min_layers[stage]
-                candidates.append((outside_s[rank] + ladder.least_s(1), rank, 1))
+                end_s = outside_s[rank] + ladder.least_s(1)
+                candidates.append(_Candidate(end_s, rank, 1))
             heapify(candidates)
             # Assign each layer to the rank that would finish it first. No other
             # assignment finishes earlier.
@@ -172,8 +192,9 @@ class CutBound:
                 span_s = max(span_s, end_s)
                 if span_s == math.inf:
                     return span_s
-                next_end_s = outside_s[rank] + ladders[rank].least_s(num_extra + 1)
-                heapreplace(candidates, (next_end_s, rank, num_extra + 1))
+                num_extra += 1
+                end_s = outside_s[rank] + ladders[rank].least_s(num_extra)
+                heapreplace(candidates, _Candidate(end_s, rank, num_extra))
         return span_s
 
     @cached_property
@@ -186,7 +207,8 @@ class CutBound:
         begin = 0
         for min_layers in self.min_layers:
             end = begin + min_layers
-            kinds.append(set(self.layers[begin : end + num_spare]))
+            possible_layers = self.layers[begin : end + num_spare]
+            kinds.append(set(possible_layers))
             begin = end
         return kinds
 
@@ -210,11 +232,11 @@ class CutBound:
         if len(kinds) == 1:
             [layer] = kinds
             return layer
+        layers_beside = [beside(layer, self.overlap) for layer in kinds]
         # The fastest passes and the smallest sizes may come from different layer kinds.
-        fastest = min(
-            (beside(layer, self.overlap) for layer in kinds), key=lambda part: part.work
-        )
-        smallest = Part._make(min(sizes) for sizes in zip(*kinds, strict=True))
+        fastest = min(layers_beside, key=lambda part: part.work)
+        sizes_of_kinds = zip(*kinds, strict=True)
+        smallest = Part._make(map(min, sizes_of_kinds))
         return smallest._replace(
             forward=fastest.forward,
             input=fastest.input,
@@ -225,7 +247,8 @@ class CutBound:
     @cached_property
     def _forwards_before_s(self) -> list[float]:
         """By stage: the seconds of the forward passes on all earlier stages."""
-        return [0.0, *accumulate(part.forward for part in self.fixed)]
+        forwards_s = [part.forward for part in self.fixed]
+        return [0.0, *accumulate(forwards_s)]
 
     @cached_property
     def _backwards_before_s(self) -> dict[str, list[float]]:
@@ -277,23 +300,28 @@ class _Ladder:
     """A rank's minimum time by the number of extra layers, all of one kind, on its stages."""
 
     def __init__(self, cut: CutBound, rank: int, layer: Part) -> None:
-        self._cut, self._layer = cut, layer
-        self._stages = stages = cut.table.placement.stages_of[rank]
-        self._num_pairs = cut.uses[rank].num_pairs
+        stages = cut.table.placement.stages_of[rank]
+        use = cut.uses[rank]
+        self._cut = cut
+        self._layer = layer
+        self._stages = stages
+        self._num_pairs = use.num_pairs
         parts = [cut.fixed[stage] for stage in stages]
         # A rank needs at least as much temporary memory as its most demanding stage.
-        free_bytes = cut.memory_bytes - max(part.transient for part in parts)
+        transient_bytes = max(part.transient for part in parts)
+        free_bytes = cut.memory_bytes - transient_bytes
         free_bytes -= sum(cut.fixed_bytes[stage] for stage in stages)
         layer_bytes = cut.static_bytes(layer)
         self._free_memory: list[_FreeMemory] = []
-        for loads in cut.uses[rank].fullest_moments:
+        for loads in use.fullest_moments:
             moment_bytes = free_bytes
             bytes_per_layer = []
             for part, load in zip(parts, loads, strict=True):
-                moment_bytes -= load.live * part.saved + load.waiting * part.waiting
-                bytes_per_layer.append(
-                    layer_bytes + load.live * layer.saved + load.waiting * layer.waiting
-                )
+                fixed_kept_bytes = load.live * part.saved + load.waiting * part.waiting
+                moment_bytes -= fixed_kept_bytes
+                extra_bytes = layer_bytes + load.live * layer.saved
+                extra_bytes += load.waiting * layer.waiting
+                bytes_per_layer.append(extra_bytes)
             self._free_memory.append(_FreeMemory(moment_bytes, bytes_per_layer))
         # Layers pair one to one, which determines a pair's duration only if all layers
         # are of the same kind.
@@ -322,7 +350,8 @@ class _Ladder:
         # With more than two stages, assume that every extra layer goes where it costs
         # the least.
         least_s = sum(row_s[0] for row_s in self._row_s)
-        least_s += min(row_s[num_extra] - row_s[0] for row_s in self._row_s)
+        extra_s = [row_s[num_extra] - row_s[0] for row_s in self._row_s]
+        least_s += min(extra_s)
         if self._counts_pairs:
             least_s -= self._hidden_s([num_extra])
         return least_s
@@ -333,11 +362,11 @@ class _Ladder:
         fewest_on_first = 0
         most_on_first = num_extra
         for moment in self._free_memory:
-            on_first, on_second = moment.bytes_per_layer
+            bytes_on_first, bytes_on_second = moment.bytes_per_layer
             # Start with all extra layers on the second stage. Moving a layer to the
-            # first stage frees `on_second` bytes and needs `on_first` bytes.
-            free_bytes = moment.free_bytes - num_extra * on_second
-            moved_bytes = on_first - on_second
+            # first stage frees `bytes_on_second` and needs `bytes_on_first`.
+            free_bytes = moment.free_bytes - num_extra * bytes_on_second
+            moved_bytes = bytes_on_first - bytes_on_second
             if moved_bytes > 0:
                 max_kept = math.floor(free_bytes / moved_bytes + _ROUNDING)
                 most_on_first = min(most_on_first, max_kept)
@@ -348,9 +377,10 @@ class _Ladder:
                 return math.inf
         least_s = math.inf
         for on_first in range(fewest_on_first, most_on_first + 1):
-            row_s = first_s[on_first] + second_s[num_extra - on_first]
+            on_second = num_extra - on_first
+            row_s = first_s[on_first] + second_s[on_second]
             if self._counts_pairs:
-                row_s -= self._hidden_s([on_first, num_extra - on_first])
+                row_s -= self._hidden_s([on_first, on_second])
             least_s = min(least_s, row_s)
         return least_s
 
@@ -363,24 +393,30 @@ class _Ladder:
         for position, stage in enumerate(self._stages):
             part = cut.fixed[stage]
             work_s = part.work + num_extra * layer.work
-            exchange_s = cut.overlap * (part.exchange + num_extra * layer.exchange)
+            exchange_s = part.exchange + num_extra * layer.exchange
+            exchange_s *= cut.overlap
             forward_s = part.forward + num_extra * layer.forward
             input_s = part.input + num_extra * layer.input
             # A stage without layers may compute nothing.
-            hidden_share = exchange_s / (forward_s + input_s or 1.0)
+            computed_s = forward_s + input_s or 1.0
+            hidden_share = exchange_s / computed_s
             # Assume that micro-batches beyond the table hide as much of the exchange as
             # pairs can hide.
             row_s = num_microbatches * work_s - cut.microbatches_beyond * exchange_s
             if not self._counts_pairs:
                 # Assume that a pair hides as much as it can, however long the partner
                 # is.
-                for (forward, backward), num_pairs in self._num_pairs.items():
-                    paired_s = forward_s * (forward == position) + input_s * (
-                        backward == position
-                    )
+                for pair_positions, num_pairs in self._num_pairs.items():
+                    forward_position, backward_position = pair_positions
+                    paired_s = 0.0
+                    if forward_position == position:
+                        paired_s += forward_s
+                    if backward_position == position:
+                        paired_s += input_s
                     row_s -= num_pairs * hidden_share * paired_s
+            passes = _Passes(forward_s, input_s, hidden_share)
             self._row_s[position].append(row_s)
-            self._passes[position].append(_Passes(forward_s, input_s, hidden_share))
+            self._passes[position].append(passes)
 
     def _hidden_s(self, num_extra_by_stage: Sequence[int]) -> float:
         """Return how many seconds of all-to-all pairs hide with these numbers of extra layers."""
@@ -390,13 +426,15 @@ class _Ladder:
         ):
             passes.append(stage_passes[num_extra])
         hidden_s = 0.0
-        for (forward_position, backward_position), num_pairs in self._num_pairs.items():
+        for pair_positions, num_pairs in self._num_pairs.items():
+            forward_position, backward_position = pair_positions
             forward = passes[forward_position]
             backward = passes[backward_position]
             # Layers pair one to one, so the larger stage's surplus layers run alone.
             paired_s = min(forward.forward_s, backward.forward_s)
             hidden_s += num_pairs * forward.hidden_share * paired_s
-            paired_share = min(1.0, paired_s / (backward.forward_s or math.inf))
+            backward_stage_s = backward.forward_s or math.inf
+            paired_share = min(1.0, paired_s / backward_stage_s)
             hidden_s += (
                 num_pairs * backward.hidden_share * backward.input_s * paired_share
             )

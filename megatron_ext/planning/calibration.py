@@ -42,7 +42,11 @@ def computation(
 ) -> Part:
     """Return a part's estimated cost, excluding communication time."""
     instant_links = replace(
-        device, link_bytes=1e30, network_bytes=1e30, message_s=0.0, hop_s=0.0
+        device,
+        link_bytes=1e30,
+        network_bytes=1e30,
+        message_s=0.0,
+        hop_s=0.0,
     )
     return layer_costs.part_of(model, kind, sharding, instant_links, mode)
 
@@ -61,7 +65,12 @@ def part_of(
     Multi-token prediction uses the measurements for its layer kind.
     """
     part = layer_costs.part_of(
-        model, kind, sharding, device, mode, holds_embedding=holds_embedding
+        model,
+        kind,
+        sharding,
+        device,
+        mode,
+        holds_embedding=holds_embedding,
     )
     measured_kind = model.mtp_kind if kind == "mtp" else kind
     factors = dict(device.measured).get(measured_kind)
@@ -102,7 +111,12 @@ def parts_of(
     if model.mtp_layers:
         ends.append(
             part_of(
-                model, "mtp", sharding, device, mode, holds_embedding=holds_embedding
+                model,
+                "mtp",
+                sharding,
+                device,
+                mode,
+                holds_embedding=holds_embedding,
             )
         )
     return layers, first, layer_costs.total(ends)

@@ -97,7 +97,9 @@ class Training:
             costs,
             **in_use(pairs=self.pairs, slices=self.slices),
         )
-        return weights_at_once(table) if self.weights_at_once else table
+        if self.weights_at_once:
+            table = weights_at_once(table)
+        return table
 
     def made_for(self, schedule: str, costs: Costs) -> Sequence[Costs | None]:
         """Return the costs to generate tables for. None means the user's costs, or equal costs.
@@ -105,9 +107,9 @@ class Training:
         Searching with the given costs does not always find a better table than searching with equal
         costs.
         """
-        if self.costs is not None or not get(schedule).searches(
-            self.ranks, self.num_microbatches
-        ):
+        if self.costs is not None:
+            return (None,)
+        if not get(schedule).searches(self.ranks, self.num_microbatches):
             return (None,)
         if schedule in _THRIFTY:
             # Search only once, because this search takes a long time.
@@ -131,7 +133,8 @@ class Training:
         """
         # The placement does not depend on the number of micro-batches, and searching a
         # table for many micro-batches would take a long time.
-        smallest = generate(schedule, self.ranks, get(schedule).twins, chunks)
+        num_microbatches = get(schedule).twins
+        smallest = generate(schedule, self.ranks, num_microbatches, chunks)
         return self.cut(schedule, smallest.placement)
 
 
@@ -158,8 +161,11 @@ class Candidate:
     def flags(self) -> str:
         """The flags that select this candidate."""
         by_name = f"--pipeline-schedule {self.schedule}"
-        flags = (get(self.schedule).flags or by_name).format(chunks=self.chunks)
-        return flags if self.costs is None else f"{flags} --pipeline-costs {self.costs}"
+        template = get(self.schedule).flags or by_name
+        flags = template.format(chunks=self.chunks)
+        if self.costs is not None:
+            flags += f" --pipeline-costs {self.costs}"
+        return flags
 
     def reason(self, best: Candidate) -> str:
         """Return why this candidate ranks where it does, relative to the best one."""
@@ -194,7 +200,8 @@ class Ranking:
             line += f"; next is {second.flags}: {second.words}, {second.reason(best)}"
         line = f"{line}; compared {self.basis}"
         if refused:
-            line += f"; these flags exclude {', '.join(dict.fromkeys(refused))}"
+            distinct = dict.fromkeys(refused)
+            line += f"; these flags exclude {', '.join(distinct)}"
         return line
 
 
@@ -235,27 +242,36 @@ def rank(training: Training, judge: Judge) -> Ranking:
             thrifty.append(name)
             continue
         for chunks in _chunk_counts(training, generator):
-            candidate = _tried(judge, name, chunks, left_out)
-            if candidate is not None:
-                candidates.append(candidate)
-    fitting = {
-        candidate.schedule for candidate in candidates if candidate.memory <= limit
-    }
+            tried = _tried(judge, name, chunks, left_out)
+            if tried is not None:
+                candidates.append(tried)
+    fitting = set()
+    for candidate in candidates:
+        if candidate.memory <= limit:
+            fitting.add(candidate.schedule)
     for name in thrifty:
         # A thrifty schedule is worth its long search only if its counterpart does not
         # fit.
         if _THRIFTY[name] not in fitting:
-            candidate = _tried(judge, name, None, left_out)
-            if candidate is not None:
-                candidates.append(candidate)
-    judged = [
-        replace(candidate, fits=candidate.memory <= limit) for candidate in candidates
-    ]
-    return Ranking(candidates=_ordered(judged), basis=judge.basis(), left_out=left_out)
+            thrifty_candidate = _tried(judge, name, None, left_out)
+            if thrifty_candidate is not None:
+                candidates.append(thrifty_candidate)
+    judged = []
+    for candidate in candidates:
+        fits = candidate.memory <= limit
+        judged.append(replace(candidate, fits=fits))
+    return Ranking(
+        candidates=_ordered(judged),
+        basis=judge.basis(),
+        left_out=left_out,
+    )
 
 
 def _tried(
-    judge: Judge, schedule: str, chunks: int | None, left_out: list[str]
+    judge: Judge,
+    schedule: str,
+    chunks: int | None,
+    left_out: list[str],
 ) -> Candidate | None:
     """Return a candidate. If it is impossible, add the reason to `left_out` and return None."""
     try:
@@ -277,7 +293,8 @@ def _chunk_counts(training: Training, generator: Generator) -> Sequence[int | No
     if training.num_layers is None:
         return (2, 4)
     # The embedding and the loss may be stages without layers.
-    most_chunks = min((training.num_layers + 2) // training.ranks, _MAX_CHUNKS)
+    most_stages = training.num_layers + 2
+    most_chunks = min(most_stages // training.ranks, _MAX_CHUNKS)
     return range(2, most_chunks + 1)
 
 
@@ -285,21 +302,23 @@ def _ordered(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates, best first."""
     # Repeatedly take the best of the candidates that are about as fast as the fastest
     # one left.
-    waiting = sorted(
-        (candidate for candidate in candidates if candidate.fits),
-        key=lambda candidate: candidate.step,
-    )
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    waiting = sorted(fitting, key=lambda candidate: candidate.step)
     ordered: list[Candidate] = []
     while waiting:
         bound = (1 + _EQUAL) * waiting[0].step
         as_fast = [candidate for candidate in waiting if candidate.step <= bound]
-        best = min(as_fast, key=lambda c: (c.weight_copies, c.memory, c.step))
+        best = min(as_fast, key=_by_need)
         ordered.append(best)
         waiting.remove(best)
     too_large = [candidate for candidate in candidates if not candidate.fits]
-    return ordered + sorted(
-        too_large, key=lambda candidate: (candidate.memory, candidate.step)
-    )
+    too_large.sort(key=lambda candidate: (candidate.memory, candidate.step))
+    return ordered + too_large
+
+
+def _by_need(candidate: Candidate) -> tuple[int, float, float]:
+    """Return the key that sorts equally fast candidates by what they need."""
+    return candidate.weight_copies, candidate.memory, candidate.step
 
 
 def _weights_are_held_twice(schedule: str) -> ScheduleError:
@@ -343,10 +362,16 @@ class ByForecast:
         counts = training.layers_by_stage(schedule, chunks)
         if counts is None:
             raise ScheduleError(f"{schedule}: the number of layers is unknown")
-        costs = costs_of(self.job, self.sizes, counts, generator.twins)
+        costs = costs_of(
+            self.job,
+            self.sizes,
+            counts,
+            generator.twins,
+        )
         candidates = []
         for made_for in training.made_for(schedule, costs):
-            candidates.append(self._candidate(schedule, chunks, counts, made_for))
+            candidate = self._candidate(schedule, chunks, counts, made_for)
+            candidates.append(candidate)
         return _ordered(candidates)[0]
 
     def _candidate(
@@ -359,12 +384,14 @@ class ByForecast:
         training = self.training
         table_costs = made_for or training.costs or UNIT
         plan = self._layout(schedule, chunks, counts, table_costs)
-        memory_gib = memory = max(plan.memory_gib)
+        memory_gib = max(plan.memory_gib)
+        memory = memory_gib
         words = f"{plan.step_s:.3g} s per step, {memory_gib:.1f} GiB on the worst rank"
         if not self.has_memory:
             # If the device memory is unknown, candidates are compared by activations,
             # not GiB.
-            memory = training.activations(training.table(schedule, chunks, table_costs))
+            table = training.table(schedule, chunks, table_costs)
+            memory = training.activations(table)
             words += f" with {memory:g} activations"
         return Candidate(
             schedule=schedule,
@@ -377,11 +404,16 @@ class ByForecast:
         )
 
     def _layout(
-        self, schedule: str, chunks: int | None, counts: Sequence[int], costs: Costs
+        self,
+        schedule: str,
+        chunks: int | None,
+        counts: Sequence[int],
+        costs: Costs,
     ) -> Layout:
         # Forecast with unlimited memory, because candidates that do not fit are ranked
         # as well.
-        roomy = replace(self.job, device=replace(self.job.device, memory_gib=math.inf))
+        device = replace(self.job.device, memory_gib=math.inf)
+        roomy = replace(self.job, device=device)
         num_chunks = chunks or get(schedule).num_chunks
         at_once = self.training.weights_at_once
         plan = forecast(
@@ -472,21 +504,28 @@ class ByTable:
         if counts is None:
             # If the number of layers is unknown, assume that all stages are the same
             # size.
-            counts = [1] * (training.ranks * (chunks or generator.num_chunks))
+            num_chunks = chunks or generator.num_chunks
+            counts = [1] * (training.ranks * num_chunks)
         costs = self._costs(counts)
         variants: Sequence[Costs | None] = (None,)
         if self.measured is not None:
             variants = training.made_for(schedule, costs)
         candidates = []
         for made_for in variants:
-            candidates.append(self._candidate(schedule, chunks, costs, made_for))
+            candidate = self._candidate(schedule, chunks, costs, made_for)
+            candidates.append(candidate)
         return _ordered(candidates)[0]
 
     def _candidate(
-        self, schedule: str, chunks: int | None, costs: Costs, made_for: Costs | None
+        self,
+        schedule: str,
+        chunks: int | None,
+        costs: Costs,
+        made_for: Costs | None,
     ) -> Candidate:
         training = self.training
-        table = training.table(schedule, chunks, made_for or training.costs or UNIT)
+        table_costs = made_for or training.costs or UNIT
+        table = training.table(schedule, chunks, table_costs)
         step = evaluate(table, costs).makespan
         peak = training.activations(table)
         return Candidate(
@@ -512,7 +551,9 @@ class ByTable:
             share = count * ranks / sum(layers_by_stage)
             # A stage may have no layers.
             forward = max(SHORTEST, share * even.forward)
-            stages.append((forward, share * even.input, share * even.weight))
+            input_gradient = share * even.input
+            weight_gradient = share * even.weight
+            stages.append((forward, input_gradient, weight_gradient))
         return replace(even, stages=tuple(stages))
 
     def _unit(self) -> str:

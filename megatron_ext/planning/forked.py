@@ -43,7 +43,9 @@ class _ForkedCaller(Caller):
         self.pipe, child_end = fork.Pipe()
         pipes.append(self.pipe)
         self._process = fork.Process(
-            target=_serve, args=(os.getpid(), function, child_end, pipes), daemon=True
+            target=_serve,
+            args=(os.getpid(), function, child_end, pipes),
+            daemon=True,
         )
         self._process.start()
         # If this end stayed open here, `recv` would block forever if the child dies.
@@ -91,7 +93,10 @@ def callers(function: Callable[..., Any], count: int) -> Iterator[list[Caller]]:
         for _ in range(num_processes):
             # Each child closes the parent's ends of earlier pipes.
             forked.append(_ForkedCaller(function, pipes))
-        yield [*forked] or [Caller(function)]
+        if forked:
+            yield [*forked]
+        else:
+            yield [Caller(function)]
     finally:
         for caller in forked:
             caller.end()
@@ -109,11 +114,15 @@ def ended(busy: Collection[Caller]) -> list[Caller]:
             forked[caller.pipe] = caller
     if not forked:
         return [*busy]
-    return [forked[pipe] for pipe in connection.wait(forked)]
+    ready_pipes = connection.wait(forked)
+    return [forked[pipe] for pipe in ready_pipes]
 
 
 def _serve(
-    caller_pid: int, function: Callable[..., Any], pipe: Any, inherited: list[Any]
+    caller_pid: int,
+    function: Callable[..., Any],
+    pipe: Any,
+    inherited: list[Any],
 ) -> None:
     # Ctrl-C reaches all processes. Ignore it here, because the parent terminates this
     # process.
@@ -128,7 +137,8 @@ def _serve(
     with suppress(EOFError, OSError):
         while True:
             args = pipe.recv()
-            returned, failed = None, None
+            returned = None
+            failed = None
             try:
                 returned = function(*args)
             except Exception as error:  # noqa: BLE001 - the parent raises it

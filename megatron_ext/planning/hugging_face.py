@@ -7,7 +7,12 @@ from typing import Any
 
 from megatron_ext.planning.model_sizes import HYBRID_KINDS, MAX_LAYERS, MAX_SIZE
 
-_FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
+_FULL_ATTENTION_EVERY = {
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "cohere2": 4,
+    "gpt_oss": 2,
+}
 """Model type -> period of the layers that attend to all tokens, for configurations that have no
 `layer_types`. All other layers use sliding attention."""
 _NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
@@ -25,9 +30,7 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
     values = {
         "num-layers": num_layers,
         "hidden-size": config["hidden_size"],
-        # Llama 4 has a separate size for layers without experts.
-        "ffn-hidden-size": config.get("intermediate_size_mlp")
-        or config["intermediate_size"],
+        "ffn-hidden-size": _ffn_size(config),
         "num-attention-heads": config["num_attention_heads"],
         # The embedding has exactly this many rows, so do not pad the vocabulary.
         "padded-vocab-size": config["vocab_size"],
@@ -49,7 +52,18 @@ def flags_of_config(config: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def _size(config: Mapping[str, Any], name: str, limit: int = MAX_SIZE) -> int:
+def _ffn_size(config: Mapping[str, Any]) -> Any:
+    # Llama 4 has a separate size for layers without experts.
+    if config.get("intermediate_size_mlp"):
+        return config["intermediate_size_mlp"]
+    return config["intermediate_size"]
+
+
+def _size(
+    config: Mapping[str, Any],
+    name: str,
+    limit: int = MAX_SIZE,
+) -> int:
     """Return a size from a configuration after checking it.
 
     Raises:
@@ -58,9 +72,8 @@ def _size(config: Mapping[str, Any], name: str, limit: int = MAX_SIZE) -> int:
     """
     size = config[name]
     if not isinstance(size, int) or not 1 <= size <= limit:
-        raise ValueError(
-            f"{name} is {str(size)[:40]!r}, not a whole number from 1 to {limit}"
-        )
+        text = str(size)[:40]
+        raise ValueError(f"{name} is {text!r}, not a whole number from 1 to {limit}")
     return size
 
 
@@ -74,8 +87,12 @@ def _pattern(config: Mapping[str, Any]) -> str:
     if pattern:
         return str(pattern)
     # Other hybrid models list their layer kinds by name.
-    letters = {kind: letter for letter, kind in HYBRID_KINDS.items()} | {"moe": "E"}
-    return "".join(letters[block] for block in config.get("layers_block_type") or ())
+    letters: dict[str, str] = {}
+    for letter, kind in HYBRID_KINDS.items():
+        letters[kind] = letter
+    letters["moe"] = "E"
+    blocks = config.get("layers_block_type") or ()
+    return "".join(letters[block] for block in blocks)
 
 
 def _hybrid_values(config: Mapping[str, Any], pattern: str) -> dict[str, Any]:
@@ -111,7 +128,9 @@ def _attention_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    if not (config.get("sliding_window") and config.get("use_sliding_window", True)):
+    if not config.get("sliding_window"):
+        return {}
+    if not config.get("use_sliding_window", True):
         return {}
     # The layers with sliding attention are either all but every n-th layer, or those
     # marked with 1 in a list.
@@ -119,9 +138,11 @@ def _window_values(config: Mapping[str, Any]) -> dict[str, Any]:
     skips = config.get("sliding_window_pattern", period)
     layer_types = config.get("layer_types")
     if layer_types:
-        skips = str(
-            [int(layer_type == "sliding_attention") for layer_type in layer_types]
-        )
+        marks = []
+        for layer_type in layer_types:
+            is_sliding = layer_type == "sliding_attention"
+            marks.append(int(is_sliding))
+        skips = str(marks)
     return {
         "window-size": f"{config['sliding_window']},0",
         "window-attn-skip-freq": skips,
@@ -145,31 +166,29 @@ def _expert_values(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
         config,
         ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     )
+    if not shared_width:
+        shared_width = num_shared * width
     return {
         "num-experts": num_experts,
         "moe-router-topk": config["num_experts_per_tok"],
         "moe-ffn-hidden-size": width,
-        "moe-shared-expert-intermediate-size": shared_width
-        or num_shared * width
-        or None,
+        "moe-shared-expert-intermediate-size": shared_width,
         "moe-layer-freq": str(_expert_marks(config, num_layers)),
     }
 
 
 def _expert_marks(config: Mapping[str, Any], num_layers: int) -> list[int]:
     """Return 1 for every layer that has experts and 0 for every other layer."""
-    period = (
-        _first_of(config, ("decoder_sparse_step", "interleave_moe_layer_step")) or 1
-    )
+    period_names = ("decoder_sparse_step", "interleave_moe_layer_step")
+    period = _first_of(config, period_names) or 1
     first = config.get("first_k_dense_replace") or 0
     dense_layers = config.get("mlp_only_layers") or ()
     marks = []
     for layer in range(num_layers):
         # In Qwen's and Llama 4's code, the last layer in each period has experts. With
         # Megatron's --moe-layer-freq N, the first layer does.
-        has_experts = (
-            (layer + 1) % period == 0 and layer >= first and layer not in dense_layers
-        )
+        is_last_in_period = (layer + 1) % period == 0
+        has_experts = is_last_in_period and layer >= first and layer not in dense_layers
         marks.append(int(has_experts))
     return marks
 
@@ -179,8 +198,9 @@ def _switches(config: Mapping[str, Any], pattern: str) -> list[str]:
     switches = []
     # Configuration files do not say whether an MLP is gated. All SiLU models are. Among
     # the GELU models, only Gemma is.
-    activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
-    if not pattern and (activation == "silu" or kind.startswith("gemma")):
+    activation = _first_of(config, ("hidden_act", "hidden_activation")) or "silu"
+    is_gated = activation == "silu" or kind.startswith("gemma")
+    if is_gated and not pattern:
         switches.append("swiglu")
     # Nor do they say which biases the code for GPT-OSS and Qwen2 adds.
     if kind != "gpt_oss" and not config.get("use_bias"):
@@ -188,14 +208,16 @@ def _switches(config: Mapping[str, Any], pattern: str) -> list[str]:
     if config.get("attention_bias") or kind.startswith("qwen2"):
         switches.append("add-qkv-bias")
     # Files omit values that match the model class's default.
-    if not config.get("tie_word_embeddings", kind.startswith(("gemma", "cohere"))):
+    is_tied_by_default = kind.startswith(("gemma", "cohere"))
+    if not config.get("tie_word_embeddings", is_tied_by_default):
         switches.append("untie-embeddings-and-output-weights")
     if config.get("kv_lora_rank"):
         switches += ["multi-latent-attention", "qk-layernorm"]
         return switches
     if _has_groups(config):
         switches.append("group-query-attention")
-    if config.get("use_qk_norm") or kind.startswith(("qwen3", "gemma3")):
+    norms_by_default = kind.startswith(("qwen3", "gemma3"))
+    if norms_by_default or config.get("use_qk_norm"):
         switches.append("qk-layernorm")
     return switches
 

@@ -77,11 +77,26 @@ class Sharding:
     fused_loss: bool = False
 
 
-_OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
+_OPERAND_BYTES = {
+    "bf16": 2.0,
+    "fp8": 1.0,
+    "mxfp8": 1.0,
+    "nvfp4": 0.5,
+}
 """Bytes per element of a GEMM operand."""
-_CAST_BYTES = {"bf16": 0.0, "fp8": 6.0, "mxfp8": 3.5, "nvfp4": 10.0}
+_CAST_BYTES = {
+    "bf16": 0.0,
+    "fp8": 6.0,
+    "mxfp8": 3.5,
+    "nvfp4": 10.0,
+}
 """Bytes of traffic per quantized element, including its transposed copy."""
-_PRODUCT_KERNELS = {"bf16": 3, "fp8": 4, "mxfp8": 6, "nvfp4": 8}
+_PRODUCT_KERNELS = {
+    "bf16": 3,
+    "fp8": 4,
+    "mxfp8": 6,
+    "nvfp4": 8,
+}
 """Number of kernels in a linear layer's forward pass, including those that quantize operands."""
 
 
@@ -131,7 +146,8 @@ def total(parts: Sequence[Part]) -> Part:
     """Return the total cost of several parts."""
     if not parts:
         return Part(*[0.0] * len(Part._fields))
-    sums = Part._make(sum(sizes) for sizes in zip(*parts, strict=True))
+    sizes_by_field = zip(*parts, strict=True)
+    sums = Part._make(map(sum, sizes_by_field))
     return sums._replace(
         transient=max(part.transient for part in parts),
         # Layers of the same kind have the same shapes, so they share placeholder
@@ -151,7 +167,10 @@ def beside(part: Part, overlap: float) -> Part:
 
 
 def gather_s(
-    device: DeviceKind, num_bytes: float, num_ranks: int, stride: int = 1
+    device: DeviceKind,
+    num_bytes: float,
+    num_ranks: int,
+    stride: int = 1,
 ) -> float:
     """Return the seconds for a gather or scatter over ranks that are `stride` apart.
 
@@ -159,22 +178,26 @@ def gather_s(
     """
     if num_ranks == 1:
         return 0.0
-    ranks_in_node = max(1, min(num_ranks, device.node_size // stride))
+    places_in_node = device.node_size // stride
+    ranks_in_node = max(1, min(num_ranks, places_in_node))
     link_rate = device.link_bytes * device.collective
     if ranks_in_node == num_ranks:
         # A ring needs one step fewer than its number of ranks. Each step moves one
         # rank's part.
-        return device.message_s + (num_ranks - 1) * (
-            device.hop_s + num_bytes / num_ranks / link_rate
-        )
+        step_s = device.hop_s + num_bytes / num_ranks / link_rate
+        return device.message_s + (num_ranks - 1) * step_s
     # In a ring across nodes, a node's participating devices share its network adapters.
     network_rate = device.network_bytes * ranks_in_node * device.network
     rate = min(network_rate, link_rate)
-    return device.message_s * 2 + num_bytes * (num_ranks - 1) / num_ranks / rate
+    transfer_s = num_bytes * (num_ranks - 1) / num_ranks / rate
+    return device.message_s * 2 + transfer_s
 
 
 def all_to_all_s(
-    device: DeviceKind, num_bytes: float, num_ranks: int, copies_sent_once: int = 0
+    device: DeviceKind,
+    num_bytes: float,
+    num_ranks: int,
+    copies_sent_once: int = 0,
 ) -> float:
     """Return the seconds for an all-to-all in which consecutive ranks send `num_bytes` each.
 
@@ -198,7 +221,8 @@ def all_to_all_s(
 
 def _distinct_share(place_share: float, copies: int) -> float:
     """Return the expected share of copies that are the first to reach a random place."""
-    return (1 - (1 - place_share) ** copies) / place_share / copies
+    reached_share = 1 - (1 - place_share) ** copies
+    return reached_share / place_share / copies
 
 
 def recompute_modes(model: ModelSizes) -> list[frozenset[str]]:
@@ -238,9 +262,14 @@ class _Ledger:
     """Adds up a part's kernels by recomputable module."""
 
     def __init__(
-        self, device: DeviceKind, sharding: Sharding, *, in_low_precision: bool
+        self,
+        device: DeviceKind,
+        sharding: Sharding,
+        *,
+        in_low_precision: bool,
     ) -> None:
-        self.device, self.sharding = device, sharding
+        self.device = device
+        self.sharding = sharding
         self.precision: Precision = "bf16"
         if in_low_precision:
             self.precision = sharding.techniques.precision
@@ -252,9 +281,15 @@ class _Ledger:
         """Module -> seconds."""
         self.saved_bytes: defaultdict[str, float] = defaultdict(float)
         """Module -> bytes."""
-        self.input_s = self.weight_s = self.exchange_s = 0.0
-        self.waiting_bytes = self.dummy_bytes = self.copy_bytes = 0.0
-        self.params = self.expert_params = self.operations = 0.0
+        self.input_s = 0.0
+        self.weight_s = 0.0
+        self.exchange_s = 0.0
+        self.waiting_bytes = 0.0
+        self.dummy_bytes = 0.0
+        self.copy_bytes = 0.0
+        self.params = 0.0
+        self.expert_params = 0.0
+        self.operations = 0.0
         self.num_launches = 0.0
         """Number of kernels that the host launches outside graphs in the forward pass. The backward
         pass launches twice as many."""
@@ -296,7 +331,13 @@ class _Ledger:
             )
         self.launch(module, _PRODUCT_KERNELS[self.precision])
 
-    def experts(self, rows: float, inputs: float, outputs: float, count: int) -> None:
+    def experts(
+        self,
+        rows: float,
+        inputs: float,
+        outputs: float,
+        count: int,
+    ) -> None:
         """Add the GEMMs of `count` experts with `rows` rows each."""
         self.expert_params += inputs * outputs * count
         if self.sharding.techniques.fuses_experts:
@@ -339,16 +380,20 @@ class _Ledger:
         weights = inputs * outputs * count
 
         def product_s(
-            height: float, width: float, depth: float, traffic_bytes: float
+            height: float,
+            width: float,
+            depth: float,
+            traffic_bytes: float,
         ) -> float:
             """Return the seconds for GEMMs [height, depth] x [depth, width]."""
             # A tile first loads its operands, `tile_bytes` per row. The last wave of
             # tiles takes as long as a full wave.
             load_factor = 1 + device.tile_bytes / (operand_bytes * depth)
-            tiles = math.ceil(height / 256) * math.ceil(width / 128) * count
-            wave_factor = (
-                math.ceil(tiles / device.processors) * device.processors / tiles
-            )
+            tile_rows = math.ceil(height / 256)
+            tile_columns = math.ceil(width / 128)
+            tiles = tile_rows * tile_columns * count
+            waves = math.ceil(tiles / device.processors)
+            wave_factor = waves * device.processors / tiles
             operations_s = 2 * rows * inputs * outputs * count / product_rate
             return max(
                 operations_s * load_factor * wave_factor,
@@ -394,12 +439,18 @@ class _Ledger:
             )
 
     def elementwise(
-        self, module: str, forward_bytes: float, backward_bytes: float, kernels: int = 1
+        self,
+        module: str,
+        forward_bytes: float,
+        backward_bytes: float,
+        kernels: int = 1,
     ) -> None:
         """Add elementwise kernels, which are limited by their memory traffic."""
         shortest_s = kernels * self.device.kernel_s
-        self.forward_s[module] += max(forward_bytes / self.memory_rate, shortest_s)
-        self.input_s += max(backward_bytes / self.memory_rate, shortest_s)
+        forward_s = forward_bytes / self.memory_rate
+        backward_s = backward_bytes / self.memory_rate
+        self.forward_s[module] += max(forward_s, shortest_s)
+        self.input_s += max(backward_s, shortest_s)
         self.launch(module, kernels)
 
     def keep(self, module: str, fused_bytes: float, local_bytes: float) -> None:
@@ -429,7 +480,8 @@ class _Ledger:
             "layers": is_in_experts,
             "auto": is_in_experts,
         }
-        if is_outside.get(self.sharding.techniques.graphs, False):
+        graphs = self.sharding.techniques.graphs
+        if is_outside.get(graphs, False):
             self.num_launches += kernels
             self.waits_for_counts |= module == "moe"
 
@@ -439,7 +491,8 @@ class _Ledger:
         `launches_factor` is the ratio of the pass's launches to a forward pass's.
         """
         launches_s = launches_factor * self.num_launches * self.device.launch_s
-        shown_s = hidden_s = 0.0
+        shown_s = 0.0
+        hidden_s = 0.0
         if self.sharding.techniques.overlaps_experts:
             # A pass takes this long even outside a pair. The host launches kernels
             # during the rest of the pass.
@@ -448,7 +501,8 @@ class _Ledger:
                 launches_s *= self.device.split_launches
         elif self.waits_for_counts:
             shown_s = self.device.exposed * min(kernels_s, launches_s)
-        return (max(kernels_s - hidden_s, launches_s) + hidden_s + shown_s) / kernels_s
+        pass_s = max(kernels_s - hidden_s, launches_s) + hidden_s + shown_s
+        return pass_s / kernels_s
 
     def part(
         self,
@@ -467,8 +521,11 @@ class _Ledger:
         # Megatron recomputes the entire expert layer.
         if "moe" in mode:
             recomputed |= {"moe_act", "router", "shared_experts"}
-        recomputed_s = sum(self.forward_s[module] for module in recomputed)
-        dropped_bytes = sum(self.saved_bytes[module] for module in recomputed)
+        # Sort them, because the order of a set, and with it the rounding of the sums,
+        # differs between processes, and all ranks must choose the same schedule.
+        modules = sorted(recomputed)
+        recomputed_s = sum(self.forward_s[module] for module in modules)
+        dropped_bytes = sum(self.saved_bytes[module] for module in modules)
         forward_s = sum(self.forward_s.values())
         backward_s = self.input_s + recomputed_s + self.weight_s
         # Some parts have no kernels, such as an end without layers.
@@ -530,10 +587,10 @@ def parameters(model: ModelSizes, device: DeviceKind) -> tuple[float, float]:
     """Return a model's total parameters and active parameters per token, both without MTP."""
     kinds: list[Kind | LayerKind] = ["embedding", "loss", *model.kinds]
     unsharded = Sharding(sequence=1)
-    all_parts = total([part_of(model, kind, unsharded, device) for kind in kinds])
-    active_expert_params = (
-        all_parts.expert_params * model.top_k / max(model.num_experts, 1)
-    )
+    parts = [part_of(model, kind, unsharded, device) for kind in kinds]
+    all_parts = total(parts)
+    num_experts = max(model.num_experts, 1)
+    active_expert_params = all_parts.expert_params * model.top_k / num_experts
     return (
         all_parts.params + all_parts.expert_params,
         all_parts.params + active_expert_params,
@@ -550,7 +607,9 @@ class _Books:
         device: DeviceKind,
         kind: Kind | LayerKind,
     ) -> None:
-        self.model, self.sharding, self.device = model, sharding, device
+        self.model = model
+        self.sharding = sharding
+        self.device = device
         self.tensor = sharding.tensor
         self.hidden = float(model.hidden)
         self.tokens = sharding.sequence * sharding.micro_batch / sharding.context
@@ -566,10 +625,10 @@ class _Books:
         # Transformer Engine quantizes a GEMM's input before gathering it (in
         # `gather_along_first_dim`) but scatters sums in bf16.
         activation_size = self.tokens * self.hidden
-        gather = gather_s(
-            device, self.ledger.operand_bytes * activation_size, self.tensor
-        )
-        scatter = gather_s(device, 2 * activation_size, self.tensor)
+        gathered_bytes = self.ledger.operand_bytes * activation_size
+        scattered_bytes = 2 * activation_size
+        gather = gather_s(device, gathered_bytes, self.tensor)
+        scatter = gather_s(device, scattered_bytes, self.tensor)
         self.exchange_s = (gather + scatter) / 2
         """Seconds for a gather or scatter among tensor-parallel ranks."""
         if sharding.techniques.overlaps_tensor:
@@ -581,12 +640,13 @@ class _Books:
         elements = self.activation_elements
         # A gradient as large as the table is cleared and added to Megatron's buffer,
         # even if gradient accumulation is fused.
-        gradient_bytes = (
-            2 * (2 + self.sharding.techniques.gradient_bytes) * self.table_params
-        )
-        ledger.elementwise("base", 4 * elements, 10 * elements + gradient_bytes)
+        bytes_per_gradient = 2 + self.sharding.techniques.gradient_bytes
+        gradient_bytes = 2 * bytes_per_gradient * self.table_params
+        backward_bytes = 10 * elements + gradient_bytes
+        ledger.elementwise("base", 4 * elements, backward_bytes)
         ledger.wait("base", self.exchange_s, self.exchange_s)
-        ledger.params = self.table_params + self.model.learned_positions * self.hidden
+        position_params = self.model.learned_positions * self.hidden
+        ledger.params = self.table_params + position_params
         return ledger.part()
 
     def loss(self, *, holds_embedding: bool) -> Part:
@@ -620,7 +680,8 @@ class _Books:
             kernels=8,
         )
         ledger.wait("base", self.exchange_s, self.exchange_s)
-        ledger.keep("base", 4 * elements, self._kept_by_norm(elements) + 2 * elements)
+        local_bytes = self._kept_by_norm(elements) + 2 * elements
+        ledger.keep("base", 4 * elements, local_bytes)
         # A tied output layer uses the embedding weights if they are on the same rank.
         shared_params = 0.0
         if model.is_tied and holds_embedding:
@@ -631,12 +692,15 @@ class _Books:
         bytes_at_once = 6
         if self.sharding.fused_loss:
             bytes_at_once = 4
-        return ledger.part(transient_bytes=bytes_at_once * logits)._replace(
-            logits=4 * logits
-        )
+        part = ledger.part(transient_bytes=bytes_at_once * logits)
+        return part._replace(logits=4 * logits)
 
     def multi_token_prediction(
-        self, layer: Part, loss: Part, *, holds_embedding: bool
+        self,
+        layer: Part,
+        loss: Part,
+        *,
+        holds_embedding: bool,
     ) -> Part:
         """Return the part with all prediction heads, given the layer and loss of a single head."""
         ledger = self.ledger
@@ -653,14 +717,14 @@ class _Books:
         )
         ledger.elementwise("base", 16 * elements, 24 * elements, kernels=3)
         ledger.wait("base", self.exchange_s, self.exchange_s)
-        ledger.keep(
-            "base", 8 * elements, 2 * self._kept_by_norm(elements) + 4 * elements
-        )
+        local_bytes = 2 * self._kept_by_norm(elements) + 4 * elements
+        ledger.keep("base", 8 * elements, local_bytes)
         # The hidden states, the embedding and the output have one norm each.
         ledger.params += 3 * self.hidden * model.norm_weights
         projection = ledger.part()
         # All heads share the output layer's weights.
-        head = total([projection, layer, loss._replace(params=0.0)])
+        shared_loss = loss._replace(params=0.0)
+        head = total([projection, layer, shared_loss])
         heads = Part._make(model.mtp_layers * size for size in head)
         copied_params = self.table_params
         if holds_embedding:
@@ -676,25 +740,27 @@ class _Books:
         ledger = self.ledger
         model = self.model
         activation_bytes = 0.0
+        # Tensor-parallel ranks gather before the projections, and scatter after the last
+        # one.
+        exchanges_s = 2 * self.exchange_s
         # `dense` and `moe` layers consist of attention and a feed-forward network. A
         # hybrid model's layers have a single module.
         if kind in ("dense", "moe", "attention"):
             self._attention()
-            # Gather before the projections, and scatter after the last one.
-            ledger.wait("attention", 2 * self.exchange_s, 2 * self.exchange_s)
+            ledger.wait("attention", exchanges_s, exchanges_s)
         if kind == "mamba":
             self._scan()
-            ledger.wait("mamba", 2 * self.exchange_s, 2 * self.exchange_s)
+            ledger.wait("mamba", exchanges_s, exchanges_s)
         if kind in ("dense", "mlp"):
             self._norm()
             projections_up = 2 if model.gated else 1
             width_up = model.ffn * projections_up / self.tensor
+            width_down = model.ffn / self.tensor
             ledger.linear("mlp", self.tokens, self.hidden, width_up, gathers=True)
-            activation_bytes = self._activation(
-                "mlp", self.tokens * model.ffn / self.tensor
-            )
-            ledger.linear("mlp", self.tokens, model.ffn / self.tensor, self.hidden)
-            ledger.wait("mlp", 2 * self.exchange_s, 2 * self.exchange_s)
+            activations = self.tokens * model.ffn / self.tensor
+            activation_bytes = self._activation("mlp", activations)
+            ledger.linear("mlp", self.tokens, width_down, self.hidden)
+            ledger.wait("mlp", exchanges_s, exchanges_s)
             ledger.params += (width_up + self.hidden) * model.biases
         if kind in ("moe", "experts"):
             self._norm()
@@ -713,7 +779,9 @@ class _Books:
         bytes_per_element = 2
         if self.model.norm_weights == 1:
             bytes_per_element = 8
-        return bytes_per_element * elements + 4 * elements / (width or self.hidden)
+        # One fp32 number per row.
+        row_bytes = 4 * elements / (width or self.hidden)
+        return bytes_per_element * elements + row_bytes
 
     def _norm(self) -> None:
         """Add a norm and the residual addition."""
@@ -721,7 +789,8 @@ class _Books:
         elements = self.activation_elements
         ledger.params += self.model.hidden * self.model.norm_weights
         ledger.keep("base", 2 * elements, self._kept_by_norm(elements))
-        ledger.keep("layernorm", ledger.operand_bytes * elements, 2 * elements)
+        output_bytes = ledger.operand_bytes * elements
+        ledger.keep("layernorm", output_bytes, 2 * elements)
         # In bf16, the norm's forward pass reads and writes each element. Its backward
         # pass reads two tensors and writes one, as do both passes of the residual
         # addition.
@@ -756,7 +825,8 @@ class _Books:
         permuted_bytes = 6 * choices * width
         ledger.elementwise("moe", permuted_bytes, permuted_bytes, kernels=6)
         ledger.saved_bytes["moe"] += ledger.operand_bytes * choices * width
-        ledger.experts(choices / num_local, width, width_up, num_local)
+        rows_per_expert = choices / num_local
+        ledger.experts(rows_per_expert, width, width_up, num_local)
         gradient_bytes = self._activation("moe_act", choices * model.expert_ffn)
         if model.biases:
             ledger.params += model.num_experts
@@ -766,11 +836,12 @@ class _Books:
                 bias_bytes = device.biases_fused
             traffic_bytes = bias_bytes * choices * width_up
             ledger.elementwise("moe", traffic_bytes, traffic_bytes, kernels=4)
-        ledger.experts(choices / num_local, model.expert_ffn, width, num_local)
+        ledger.experts(rows_per_expert, model.expert_ffn, width, num_local)
+        fused_bytes = 8 * tokens * model.num_experts
         # Scores and, for every choice, its weight and its source and destination in 8
         # bytes.
         local_bytes = tokens * (3 * model.num_experts + 22 * model.top_k)
-        ledger.keep("base", 8 * tokens * model.num_experts, local_bytes)
+        ledger.keep("base", fused_bytes, local_bytes)
         # Kept data is copied into a fixed-size buffer and back.
         if techniques.graphs == "step":
             copied_bytes = 2 * ledger.saved_bytes["moe"]
@@ -780,10 +851,10 @@ class _Books:
         copies_sent_once = 0
         if techniques.sends_once:
             copies_sent_once = model.top_k
+        sent_bytes = 2 * choices * width
+        one_way_s = all_to_all_s(device, sent_bytes, num_ranks, copies_sent_once)
         # Tokens travel to the experts and back.
-        exchange_s = 2 * all_to_all_s(
-            device, 2 * choices * width, num_ranks, copies_sent_once
-        )
+        exchange_s = 2 * one_way_s
         ledger.wait("moe", exchange_s, exchange_s)
         ledger.exchange_s = 2 * exchange_s
         ledger.launch("moe", 40)
@@ -796,11 +867,16 @@ class _Books:
         projections_up = 2 if self.model.gated else 1
         width_up = width * projections_up
         ledger.linear(
-            "shared_experts", self.tokens, self.hidden, width_up, gathers=True
+            "shared_experts",
+            self.tokens,
+            self.hidden,
+            width_up,
+            gathers=True,
         )
         gradient_bytes = self._activation("shared_experts", self.tokens * width)
         ledger.linear("shared_experts", self.tokens, width, self.hidden)
-        ledger.wait("shared_experts", 2 * self.exchange_s, 2 * self.exchange_s)
+        exchanges_s = 2 * self.exchange_s
+        ledger.wait("shared_experts", exchanges_s, exchanges_s)
         return gradient_bytes
 
     def _scan(self) -> None:
@@ -813,13 +889,13 @@ class _Books:
         heads = model.scan_heads / self.tensor
         # A single projection computes the gate, the input, both state matrices and one
         # time step per head.
-        ledger.linear(
-            "mamba", self.tokens, self.hidden, 2 * inner_width + states + heads
-        )
+        input_width = 2 * inner_width + states + heads
+        ledger.linear("mamba", self.tokens, self.hidden, input_width)
         # The convolution, chunked scan and gated norm are memory-bound, as the Triton
         # kernels are.
         channels = self.tokens * (inner_width + states)
-        ledger.saved_bytes["mamba"] += 2 * self.tokens * (4 * inner_width + 2 * states)
+        saved_width = 4 * inner_width + 2 * states
+        ledger.saved_bytes["mamba"] += 2 * self.tokens * saved_width
         scan_bytes = self.device.scan_bytes * channels
         ledger.elementwise("mamba", scan_bytes, 2.5 * scan_bytes, kernels=14)
         ledger.linear("mamba", self.tokens, inner_width, self.hidden)
@@ -854,7 +930,10 @@ class _Books:
         self.ledger.params += self.hidden * model.biases
 
     def _latent_projections(
-        self, heads: float, query_width: float, value_width: float
+        self,
+        heads: float,
+        query_width: float,
+        value_width: float,
     ) -> float:
         """Add multi-latent attention's projections and return the width of keys and values."""
         ledger = self.ledger
@@ -874,13 +953,13 @@ class _Books:
         )
         ledger.linear("mla_up_proj", tokens, key_value_rank, key_value_outputs)
         # Queries use the same input, so count it only once.
-        ledger.waiting_bytes -= (
-            ledger.operand_bytes * tokens / self.tensor * self.hidden
-        )
+        shared_bytes = ledger.operand_bytes * tokens / self.tensor * self.hidden
+        ledger.waiting_bytes -= shared_bytes
         latent_width = key_value_rank + model.rotary_size
         query_rank = model.query_rank
         if query_rank:
-            ledger.linear("attention", tokens / self.tensor, self.hidden, query_rank)
+            tokens_of_rank = tokens / self.tensor
+            ledger.linear("attention", tokens_of_rank, self.hidden, query_rank)
             ledger.linear("mla_up_proj", tokens, query_rank, query_width)
             ledger.params += query_rank * model.qk_norm
             latent_width += query_rank
@@ -893,17 +972,21 @@ class _Books:
             local_bytes += self._kept_by_norm(tokens * key_value_rank, key_value_rank)
             if query_rank:
                 local_bytes += self._kept_by_norm(tokens * query_rank, query_rank)
-        ledger.keep("attention", 4 * tokens * latent_width / self.tensor, local_bytes)
-        ledger.saved_bytes["mla_up_proj"] += (
-            2 * tokens * (2 * query_width + value_width)
-        )
+        fused_bytes = 4 * tokens * latent_width / self.tensor
+        ledger.keep("attention", fused_bytes, local_bytes)
+        projected_width = 2 * query_width + value_width
+        ledger.saved_bytes["mla_up_proj"] += 2 * tokens * projected_width
         # One kernel rotates in place, and another joins the keys.
         traffic_bytes = 5 * tokens * query_width
         ledger.elementwise("mla_up_proj", traffic_bytes, traffic_bytes, kernels=6)
         return query_width + value_width
 
     def _projections(
-        self, heads: float, query_width: float, value_width: float, rotated_width: int
+        self,
+        heads: float,
+        query_width: float,
+        value_width: float,
+        rotated_width: int,
     ) -> float:
         """Add grouped-query attention's projection and return the width of keys and values."""
         ledger = self.ledger
@@ -938,11 +1021,15 @@ class _Books:
         traffic_bytes = 2 * passes * tokens * query_width
         ledger.elementwise("attention", traffic_bytes, traffic_bytes, kernels=4)
         ledger.params += model.qkv_biases * output_width
-        ledger.params += 2 * model.head_size * model.norm_weights * model.qk_norm
+        if model.qk_norm:
+            ledger.params += 2 * model.head_size * model.norm_weights
         return key_value_width
 
     def _attention_kernels(
-        self, query_width: float, value_width: float, key_value_width: float
+        self,
+        query_width: float,
+        value_width: float,
+        key_value_width: float,
     ) -> None:
         """Add causal attention's GEMMs: two in the forward pass, five in the backward pass."""
         ledger = self.ledger
@@ -952,7 +1039,8 @@ class _Books:
         # Twice the mean number of keys that a query sees, because the mask removes half
         # of the square.
         seen_keys = sharding.sequence * (1 - model.window_share)
-        seen_keys += min(sharding.sequence, 2 * model.window) * model.window_share
+        seen_in_window = min(sharding.sequence, 2 * model.window)
+        seen_keys += seen_in_window * model.window_share
         operations = (
             seen_keys
             * sharding.sequence
@@ -965,10 +1053,11 @@ class _Books:
         rate = device.flops * min(1.0, model.head_size / 128)
         if sharding.techniques.attends_in_8bit:
             rate *= device.attention_8bit
-        forward_s = operations / (rate * device.attention_forward) + 5 * device.kernel_s
-        backward_s = (
-            2.5 * operations / (rate * device.attention_backward) + 5 * device.kernel_s
-        )
+        shortest_s = 5 * device.kernel_s
+        forward_rate = rate * device.attention_forward
+        backward_rate = rate * device.attention_backward
+        forward_s = operations / forward_rate + shortest_s
+        backward_s = 2.5 * operations / backward_rate + shortest_s
         ledger.wait("core_attn", forward_s, backward_s)
         ledger.launch("attention", 10)
         # Attention's GEMMs hide the ring's messages.
@@ -980,7 +1069,10 @@ class _Books:
             ledger.wait("attention", shown_in_forward_s, shown_in_backward_s)
 
     def _keep_attention(
-        self, heads: float, value_width: float, rotated_width: int
+        self,
+        heads: float,
+        value_width: float,
+        rotated_width: int,
     ) -> None:
         """Add the bytes that attention keeps."""
         ledger = self.ledger
@@ -992,12 +1084,10 @@ class _Books:
         if ledger.precision != "bf16":
             copy_bytes = ledger.operand_bytes
         # Flash attention keeps one fp32 sum of exponentials per query and head.
-        fused_bytes = (
-            2 + copy_bytes
-        ) * self.tokens * value_width + 4 * self.tokens * heads
-        local_bytes = (
-            2 * self.tokens * value_width + 8 * sharding.sequence * rotated_width
-        )
+        sum_bytes = 4 * self.tokens * heads
+        fused_bytes = (2 + copy_bytes) * self.tokens * value_width + sum_bytes
+        rotation_bytes = 8 * sharding.sequence * rotated_width
+        local_bytes = 2 * self.tokens * value_width + rotation_bytes
         ledger.keep("attention", fused_bytes, local_bytes)
         keys = sharding.sequence / sharding.context
         score_bytes = 2 * heads * sharding.micro_batch * keys * sharding.sequence

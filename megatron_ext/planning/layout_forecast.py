@@ -94,15 +94,16 @@ class Layout:
         # The operations are those of a single tensor- and context-parallel rank, so
         # divide by that rank's tokens.
         tokens = sizes.micro_batch * self.job.sequence / sizes.tp / sizes.cp
-        forward_operations = (
-            _model_cost(self.job, sizes).whole_model.operations / tokens
-        )
+        model_cost = _model_cost(self.job, sizes).whole_model
+        forward_operations = model_cost.operations / tokens
         return 3 * forward_operations * self.tokens_per_s / 1e12
 
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization: the achieved fraction of the device's peak at this precision."""
-        return self.tflops * 1e12 / self.job.device.peak(self.job.techniques.precision)
+        job = self.job
+        peak = job.device.peak(job.techniques.precision)
+        return self.tflops * 1e12 / peak
 
     @property
     def pairs(self) -> bool:
@@ -112,9 +113,15 @@ class Layout:
     @property
     def has_waiting_weights(self) -> bool:
         """Whether weight gradients wait for idle time, which requires split backward passes."""
-        if not (self.job.waiting_weights and self.pairs and self.sizes.pp > 1):
+        may_wait = self.job.waiting_weights and self.pairs
+        if not may_wait or self.sizes.pp == 1:
             return False
-        key = _table_key(self.job, self.sizes, self.schedule, self.chunks)
+        key = _table_key(
+            self.job,
+            self.sizes,
+            self.schedule,
+            self.chunks,
+        )
         return _table(key).splits_backward
 
     @property
@@ -146,19 +153,21 @@ class Layout:
                 name += " of whole layers"
             # Recomputation costs the difference from the same sizes without
             # recomputation.
-            plain_s = _model_cost(
-                job, replace(sizes, mode=frozenset())
-            ).whole_model.work
-            recomputed_s = _model_cost(job, sizes).whole_model.work - plain_s
+            plain_sizes = replace(sizes, mode=frozenset())
+            plain_cost = _model_cost(job, plain_sizes).whole_model
+            model_cost = _model_cost(job, sizes).whole_model
+            recomputed_s = model_cost.work - plain_cost.work
             losses_s[name] = recomputed_s * sizes.num_microbatches / sizes.pp
         return max(losses_s, key=losses_s.__getitem__)
 
     @property
     def idle(self) -> float:
         """The idle share of the pipeline's time, averaged over all devices."""
-        model_cost = _model_cost(self.job, self.sizes).whole_model
-        work_s = (model_cost.work - self.hidden * model_cost.exchange) / self.sizes.pp
-        return 1 - self.sizes.num_microbatches * work_s / self.pipeline_s
+        sizes = self.sizes
+        model_cost = _model_cost(self.job, sizes).whole_model
+        shown_s = model_cost.work - self.hidden * model_cost.exchange
+        work_s = shown_s / sizes.pp
+        return 1 - sizes.num_microbatches * work_s / self.pipeline_s
 
     @property
     def flags(self) -> str:
@@ -180,11 +189,11 @@ class Layout:
         if sizes.pp > 1:
             # CUDA graphs work only with Megatron's own schedules.
             if job.techniques.graphs == "none":
-                schedule_flags = (
-                    get(self.schedule).flags or f"--pipeline-schedule {self.schedule}"
-                )
+                by_name = f"--pipeline-schedule {self.schedule}"
+                schedule_flags = get(self.schedule).flags or by_name
                 # The layout determines the number of stages.
-                flags.append(schedule_flags.partition(" --num-virtual")[0])
+                flag, _, _ = schedule_flags.partition(" --num-virtual")
+                flags.append(flag)
             flags.append(f"--pipeline-model-parallel-layout '{self.layout}'")
         if sizes.cp > 1:
             flags.append(f"--context-parallel-size {sizes.cp}")
@@ -242,7 +251,9 @@ class _ModelCost(NamedTuple):
 
 
 def _model_cost(
-    job: Question, sizes: ParallelSizes, overlap: float = 0.0
+    job: Question,
+    sizes: ParallelSizes,
+    overlap: float = 0.0,
 ) -> _ModelCost:
     sharding = Sharding(
         tensor=sizes.tp,
@@ -276,9 +287,14 @@ def _divided(
 ) -> _ModelCost:
     """Return a model's costs."""
     layers, first, last = parts_of(
-        model, sharding, device, mode, holds_embedding=holds_embedding
+        model,
+        sharding,
+        device,
+        mode,
+        holds_embedding=holds_embedding,
     )
-    part_beside = {part: beside(part, overlap) for part in {*layers, last}}
+    distinct_parts = {*layers, last}
+    part_beside = {part: beside(part, overlap) for part in distinct_parts}
     layers_beside = [part_beside[layer] for layer in layers]
     kinds = []
     for layer, num_layers in Counter(layers).items():
@@ -294,7 +310,9 @@ def _divided(
 
 
 def _parts_by_stage(
-    job: Question, sizes: ParallelSizes, counts: Sequence[int]
+    job: Question,
+    sizes: ParallelSizes,
+    counts: Sequence[int],
 ) -> list[list[Part]]:
     """Return every stage's layers and ends."""
     cost = _model_cost(job, sizes)
@@ -313,30 +331,43 @@ def _parts_by_stage(
 
 def stage_parts(plan: Layout) -> list[Part]:
     """Return the cost of every stage in a layout."""
-    return [
-        total(parts) for parts in _parts_by_stage(plan.job, plan.sizes, plan.counts)
-    ]
+    parts_by_stage = _parts_by_stage(plan.job, plan.sizes, plan.counts)
+    return [total(parts) for parts in parts_by_stage]
 
 
 # -- memory --------------------------------------------------------------------------------------
 
 
-def _num_holders(job: Question, sizes: ParallelSizes, twins: int) -> tuple[int, int]:
-    """Return how many devices hold the same weights and how many hold the same experts."""
+class _NumHolders(NamedTuple):
+    """How many devices hold the same parameters."""
+
+    weights: int
+    experts: int
+
+
+def _num_holders(job: Question, sizes: ParallelSizes, twins: int) -> _NumHolders:
+    devices_per_expert = job.num_devices // (sizes.pp * sizes.ep)
     # With twins, two ranks hold every stage.
-    holders = sizes.replicas * sizes.cp * twins
-    expert_holders = job.num_devices // (sizes.pp * sizes.ep) * twins
-    return holders, expert_holders
+    return _NumHolders(
+        weights=sizes.replicas * sizes.cp * twins,
+        experts=devices_per_expert * twins,
+    )
 
 
-def _static_bytes(job: Question, sizes: ParallelSizes, part: Part, twins: int) -> float:
+def _static_bytes(
+    job: Question,
+    sizes: ParallelSizes,
+    part: Part,
+    twins: int,
+) -> float:
     """Return the bytes of weights, gradients and optimizer states on one device."""
     num_bytes = part.copies
     holders = _num_holders(job, sizes, twins)
     # Every holder has all weights and gradients, but a distributed optimizer shards its
     # states.
-    for params, num_holders in zip(
-        (part.params, part.expert_params), holders, strict=True
+    for params, num_holders in (
+        (part.params, holders.weights),
+        (part.expert_params, holders.experts),
     ):
         shards = 1
         if job.shards_optimizer:
@@ -349,16 +380,20 @@ def _static_bytes(job: Question, sizes: ParallelSizes, part: Part, twins: int) -
 
 
 def _memory_limit_bytes(job: Question) -> float:
-    return (job.device.memory_gib - job.device.reserve_gib) * _GIB
+    usable_gib = job.device.memory_gib - job.device.reserve_gib
+    return usable_gib * _GIB
 
 
 def _message_bytes(job: Question, sizes: ParallelSizes) -> float:
     # Messages are in bf16. Each tensor-parallel rank sends its part of the sequence.
-    return 2 * job.sequence * sizes.micro_batch * job.model.hidden / sizes.cp / sizes.tp
+    tensor_bytes = 2 * job.sequence * sizes.micro_batch * job.model.hidden
+    return tensor_bytes / sizes.cp / sizes.tp
 
 
 def _mean_memory_bytes(
-    job: Question, sizes: ParallelSizes, live_microbatches: float
+    job: Question,
+    sizes: ParallelSizes,
+    live_microbatches: float,
 ) -> float:
     """Return a rank's mean memory, in bytes, with this many micro-batches live on its stages."""
     model_cost = _model_cost(job, sizes).whole_model
@@ -372,7 +407,8 @@ def is_tight(job: Question, sizes: ParallelSizes) -> bool:
     """Return whether 1F1B fits only if the fullest ranks hold fewer layers than the others."""
     # 1F1B keeps `pp` micro-batches on its first rank and one on its last rank.
     mean_live = min(sizes.num_microbatches, (sizes.pp + 1) / 2)
-    return _mean_memory_bytes(job, sizes, mean_live) > _memory_limit_bytes(job)
+    mean_bytes = _mean_memory_bytes(job, sizes, mean_live)
+    return mean_bytes > _memory_limit_bytes(job)
 
 
 def _peak_kept_bytes(row: Row, stages: Sequence[Part]) -> float:
@@ -429,7 +465,8 @@ class _TableKey(NamedTuple):
 @lru_cache(maxsize=4096)
 def _table(key: _TableKey) -> Schedule:
     # Generators with a fixed number of chunks do not accept this argument.
-    chunks = key.chunks if get(key.schedule).free_chunks else None
+    takes_chunks = get(key.schedule).free_chunks
+    chunks = key.chunks if takes_chunks else None
     table = generate(
         key.schedule,
         key.pp,
@@ -440,7 +477,9 @@ def _table(key: _TableKey) -> Schedule:
     )
     if key.weights_at_once:
         table = weights_at_once(table)
-    return weights_waiting(table, key.num_waiting) if key.num_waiting else table
+    if key.num_waiting:
+        table = weights_waiting(table, key.num_waiting)
+    return table
 
 
 def _table_key(
@@ -455,7 +494,14 @@ def _table_key(
     pairs = runs_pairs(job, sizes)
     num_waiting = job.waiting_weights if pairs else 0
     return _TableKey(
-        schedule, sizes.pp, num_microbatches, chunks, pairs, costs, at_once, num_waiting
+        schedule,
+        sizes.pp,
+        num_microbatches,
+        chunks,
+        pairs,
+        costs,
+        at_once,
+        num_waiting,
     )
 
 
@@ -484,12 +530,17 @@ def _min_layers_of_ends(model: ModelSizes, num_stages: int) -> dict[str, int]:
     # If there are too few layers for all stages, the embedding and the loss must form
     # stages without layers.
     least_last = 0 if model.mtp_layers or num_missing > 0 else 1
-    least_first = 0 if num_missing > 1 - bool(model.mtp_layers) else 1
+    # Without MTP, an empty last stage makes up for one missing layer.
+    max_missing = 0 if model.mtp_layers else 1
+    least_first = 0 if num_missing > max_missing else 1
     return {"least_first": least_first, "least_last": least_last}
 
 
 def _costs(
-    job: Question, sizes: ParallelSizes, stages: Sequence[Part], twins: int
+    job: Question,
+    sizes: ParallelSizes,
+    stages: Sequence[Part],
+    twins: int,
 ) -> Costs:
     """Return the simulator's costs, in seconds."""
     device = job.device
@@ -507,14 +558,17 @@ def _costs(
     stage_costs = []
     for stage in stages:
         # A stage may have nothing to compute.
-        exchange_shares.append(stage.exchange / (stage.forward + stage.input or 1.0))
-        stage_costs.append((max(SHORTEST, stage.forward), stage.input, stage.weight))
+        computed_s = stage.forward + stage.input or 1.0
+        exchange_shares.append(stage.exchange / computed_s)
+        forward_s = max(SHORTEST, stage.forward)
+        stage_costs.append((forward_s, stage.input, stage.weight))
+    model_computed_s = model_cost.forward + model_cost.input
     return Costs(
         model_cost.forward / pp,
         model_cost.input / pp,
         model_cost.weight / pp,
         latency=device.message_s + _message_bytes(job, sizes) / rate,
-        all_to_all=model_cost.exchange / (model_cost.forward + model_cost.input),
+        all_to_all=model_cost.exchange / model_computed_s,
         exchanges=tuple(exchange_shares),
         hides=device.pair_overlap,
         stages=tuple(stage_costs),
@@ -522,10 +576,14 @@ def _costs(
 
 
 def costs_of(
-    job: Question, sizes: ParallelSizes, counts: Sequence[int], twins: int
+    job: Question,
+    sizes: ParallelSizes,
+    counts: Sequence[int],
+    twins: int,
 ) -> Costs:
     """Return the costs of a cut's stages and messages, in seconds."""
-    stages = [total(parts) for parts in _parts_by_stage(job, sizes, counts)]
+    parts_by_stage = _parts_by_stage(job, sizes, counts)
+    stages = [total(parts) for parts in parts_by_stage]
     return _costs(job, sizes, stages, twins)
 
 
@@ -535,8 +593,14 @@ def timeline_of(plan: Layout) -> Timeline:
     If there are many micro-batches, the simulation stops once the table repeats.
     """
     sizes = plan.sizes
-    table = _table(_table_key(plan.job, sizes, plan.schedule, plan.chunks))
-    costs = _costs(plan.job, sizes, stage_parts(plan), table.placement.twins)
+    key = _table_key(plan.job, sizes, plan.schedule, plan.chunks)
+    table = _table(key)
+    costs = _costs(
+        plan.job,
+        sizes,
+        stage_parts(plan),
+        table.placement.twins,
+    )
     return simulate(table, costs)
 
 
@@ -553,7 +617,8 @@ def least_step_s(job: Question, sizes: ParallelSizes, *twins: int) -> float:
         return math.inf
     if not twins:
         twins = (1, 2) if sizes.pp > 1 else (1,)
-    return min(_step_bound_s(job, sizes, num_twins) for num_twins in twins)
+    bounds_s = [_step_bound_s(job, sizes, num_twins) for num_twins in twins]
+    return min(bounds_s)
 
 
 def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
@@ -581,13 +646,13 @@ def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
         # stages, so until then, forward passes have no partner. Because layers pair one
         # to one, the same number of backward passes has no partner either. Whatever
         # else a rank does in the meantime, including waiting, that time is lost.
-        unpaired_share = min(1.0, overlap * kind.layer.exchange / kind.layer.forward)
+        exchange_share = overlap * kind.layer.exchange / kind.layer.forward
+        unpaired_share = min(1.0, exchange_share)
         lost_s = unpaired_share * model.whole_model.forward
         whole_layers_s = max(whole_layers_s, rank_s + lost_s / num_microbatches)
     busiest_s = max(model_cost.work / pp, whole_layers_s)
-    pipeline_s = max(
-        num_microbatches * busiest_s, model_cost.forward + model_cost.input
-    )
+    traversal_s = model_cost.forward + model_cost.input
+    pipeline_s = max(num_microbatches * busiest_s, traversal_s)
     return pipeline_s + _least_around_s(job, sizes, twins)
 
 
@@ -599,7 +664,10 @@ def _least_around_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
 
 
 def table_bound_s(
-    job: Question, sizes: ParallelSizes, schedule: str, chunks: int
+    job: Question,
+    sizes: ParallelSizes,
+    schedule: str,
+    chunks: int,
 ) -> float:
     """Return a lower bound on a schedule's step time over all cuts; infinite if none fits."""
     if sizes.pp == 1:
@@ -612,7 +680,8 @@ def table_bound_s(
     # A fixed layout may have stages without layers, so there is no minimum.
     if "layout" not in job.fixed:
         ends = _min_layers_of_ends(job.model, num_stages)
-        min_layers = [ends["least_first"], *[1] * (num_stages - 2), ends["least_last"]]
+        inner_stages = [1] * (num_stages - 2)
+        min_layers = [ends["least_first"], *inner_stages, ends["least_last"]]
     # Check this before generating the table: for DeepSeek-V3 on 2,048 devices, tables
     # with more stages than layers accounted for 12 s of a 102 s search.
     if sum(min_layers) > job.model.num_layers:
@@ -680,13 +749,19 @@ def forecast(
             cuts = _even_cuts(job, sizes, table, chunks)
     except ScheduleError:
         return None
-    plans = [_forecast_of_table(job, sizes, key, counts, worst_s) for counts in cuts]
-    fitting = [plan for plan in plans if plan is not None]
+    fitting = []
+    for table_cut in cuts:
+        plan = _forecast_of_table(job, sizes, key, table_cut, worst_s)
+        if plan is not None:
+            fitting.append(plan)
     return min(fitting, key=lambda plan: plan.step_s, default=None)
 
 
 def _even_cuts(
-    job: Question, sizes: ParallelSizes, table: Schedule, chunks: int
+    job: Question,
+    sizes: ParallelSizes,
+    table: Schedule,
+    chunks: int,
 ) -> list[tuple[int, ...]]:
     """Return the cut into even ranks and, if there are several chunks, the one into even stages.
 
@@ -696,7 +771,8 @@ def _even_cuts(
     cost = _model_cost(job, sizes)
     placement = table.placement
     overlap = job.device.pair_overlap if runs_pairs(job, sizes) else 0.0
-    layer_works = [beside(layer, overlap).work for layer in cost.layers]
+    layers_beside = [beside(layer, overlap) for layer in cost.layers]
+    layer_works = [layer.work for layer in layers_beside]
     last_work = beside(cost.last, overlap).work
     ends = _min_layers_of_ends(job.model, placement.num_stages)
     cuts = set()
@@ -718,7 +794,10 @@ def _even_cuts(
 
 
 def _forecast_of_one_stage(
-    job: Question, sizes: ParallelSizes, schedule: str, chunks: int
+    job: Question,
+    sizes: ParallelSizes,
+    schedule: str,
+    chunks: int,
 ) -> Layout | None:
     """Return the layout without a pipeline, or None if it does not fit."""
     cost = _model_cost(job, sizes)
@@ -737,12 +816,20 @@ def _forecast_of_one_stage(
             # while the forward pass keeps all of its own.
             live_microbatches += 1 / num_layers
     kept_bytes = live_microbatches * model_cost.saved
-    ranks = [_RankLoad(model_cost, kept_bytes + model_cost.logits, kept_bytes)]
+    kept_with_logits_bytes = kept_bytes + model_cost.logits
+    ranks = [_RankLoad(model_cost, kept_with_logits_bytes, kept_bytes)]
     if not _fits(job, sizes, ranks, twins=1):
         return None
     span = _Span(pipeline_s, hidden)
     return _layout(
-        job, sizes, schedule, chunks, (num_layers,), ranks, twins=1, span=span
+        job,
+        sizes,
+        schedule,
+        chunks,
+        (num_layers,),
+        ranks,
+        twins=1,
+        span=span,
     )
 
 
@@ -823,35 +910,46 @@ def _simulated_span(
     # rank.
     ranks_s = []
     for rank, hidden_share in zip(ranks, timeline.hidden_in_pairs, strict=True):
-        ranks_s.append(rank.part.work - hidden_share * rank.part.exchange)
+        hidden_s = hidden_share * rank.part.exchange
+        ranks_s.append(rank.part.work - hidden_s)
     busiest_s = max(ranks_s)
     pipeline_s = timeline.makespan + num_beyond / twins * busiest_s
-    if (
-        num_beyond
-        and pipeline_s + _slowest_around_s(job, sizes, ranks, twins) < worst_s
-    ):
+    if not num_beyond:
+        return _Span(pipeline_s, timeline.hidden)
+    step_s = pipeline_s + _slowest_around_s(job, sizes, ranks, twins)
+    if step_s < worst_s:
         # Simulate one more round, because ranks may wait in every round. For Llama 3 8B
         # with 128 micro-batches on 64 H100s, this makes the interleaved schedule's step
         # with 5 chunks 15 % longer, as does simulating the entire table.
-        longer_key = key._replace(num_microbatches=key.num_microbatches + 2 * sizes.pp)
+        round_size = 2 * sizes.pp
+        longer_key = key._replace(num_microbatches=key.num_microbatches + round_size)
         longer = simulate(_table(longer_key), costs)
-        microbatch_s = (longer.makespan - timeline.makespan) / (2 * sizes.pp)
+        round_s = longer.makespan - timeline.makespan
+        microbatch_s = round_s / round_size
         pipeline_s = max(pipeline_s, timeline.makespan + num_beyond * microbatch_s)
     return _Span(pipeline_s, timeline.hidden)
 
 
 def _fits(
-    job: Question, sizes: ParallelSizes, ranks: Sequence[_RankLoad], twins: int
+    job: Question,
+    sizes: ParallelSizes,
+    ranks: Sequence[_RankLoad],
+    twins: int,
 ) -> bool:
     memory_bytes = _memory_bytes(job, sizes, ranks, twins)
     return max(memory_bytes) <= _memory_limit_bytes(job)
 
 
 def _memory_bytes(
-    job: Question, sizes: ParallelSizes, ranks: Sequence[_RankLoad], twins: int
+    job: Question,
+    sizes: ParallelSizes,
+    ranks: Sequence[_RankLoad],
+    twins: int,
 ) -> list[float]:
     """Return the peak bytes on each rank."""
-    message_bytes = _message_bytes(job, sizes) if sizes.pp > 1 else 0.0
+    message_bytes = 0.0
+    if sizes.pp > 1:
+        message_bytes = _message_bytes(job, sizes)
     memory_bytes = []
     for rank in ranks:
         static_bytes = _static_bytes(job, sizes, rank.part, twins)
@@ -874,6 +972,8 @@ def _layout(
     model_cost = _model_cost(job, sizes).whole_model
     memory_bytes = _memory_bytes(job, sizes, ranks, twins)
     static_bytes = [_static_bytes(job, sizes, rank.part, twins) for rank in ranks]
+    shares = [rank.part.work / model_cost.work / twins for rank in ranks]
+    around_s = _slowest_around_s(job, sizes, ranks, twins)
     return Layout(
         job=job,
         sizes=sizes,
@@ -882,8 +982,8 @@ def _layout(
         counts=counts,
         # With twins, every rank has parts of both pipelines, which together form two
         # models.
-        shares=tuple(rank.part.work / model_cost.work / twins for rank in ranks),
-        step_s=span.pipeline_s + _slowest_around_s(job, sizes, ranks, twins),
+        shares=tuple(shares),
+        step_s=span.pipeline_s + around_s,
         pipeline_s=span.pipeline_s,
         memory_gib=tuple(num_bytes / _GIB for num_bytes in memory_bytes),
         static_gib=tuple(num_bytes / _GIB for num_bytes in static_bytes),
@@ -893,23 +993,31 @@ def _layout(
 
 
 def _slowest_around_s(
-    job: Question, sizes: ParallelSizes, ranks: Sequence[_RankLoad], twins: int
+    job: Question,
+    sizes: ParallelSizes,
+    ranks: Sequence[_RankLoad],
+    twins: int,
 ) -> float:
     return max(_around_step_s(job, sizes, rank.part, twins) for rank in ranks)
 
 
 def _around_step_s(
-    job: Question, sizes: ParallelSizes, rank: Part, twins: int
+    job: Question,
+    sizes: ParallelSizes,
+    rank: Part,
+    twins: int,
 ) -> float:
     """Return a step's time outside the pipeline: exposed reductions, gathers and the update."""
     device = job.device
-    holders, expert_holders = _num_holders(job, sizes, twins)
+    holders = _num_holders(job, sizes, twins)
     # The stride between ranks with the same weights is the tensor-parallel size, and
     # between ranks with the same experts the expert-parallel size.
-    reduced_s = gathered_s = updated_s = 0.0
+    reduced_s = 0.0
+    gathered_s = 0.0
+    updated_s = 0.0
     for params, num_holders, stride in (
-        (rank.params, holders, sizes.tp),
-        (rank.expert_params, expert_holders, sizes.ep),
+        (rank.params, holders.weights, sizes.tp),
+        (rank.expert_params, holders.experts, sizes.ep),
     ):
         if params:
             gradient_bytes = job.techniques.gradient_bytes * params

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.planning.forked import Caller, callers, ended
@@ -29,9 +29,6 @@ from megatron_ext.planning.question import (
     with_graphs,
 )
 from megatron_ext.schedules.generators.catalog import get, registered
-
-if TYPE_CHECKING:
-    from megatron_ext.planning.techniques import Techniques
 
 MEGATRONS = ("1f1b", "interleaved")
 """The schedules that Megatron has, too."""
@@ -84,7 +81,8 @@ class _Queue:
     def __init__(self, visits: Sequence[_Visit]) -> None:
         self._groups: dict[_Group, deque[_Visit]] = defaultdict(deque)
         for visit in visits:
-            group = visit.sizes.pp, num_simulated(visit.sizes, MEGATRONS[0])
+            num_microbatches = num_simulated(visit.sizes, MEGATRONS[0])
+            group = (visit.sizes.pp, num_microbatches)
             self._groups[group].append(visit)
         # Group -> the visitor for its sizes. The visitor's process has cached the
         # tables.
@@ -101,9 +99,11 @@ class _Queue:
         for candidate in self._groups:
             if self._owners.get(candidate, visitor) is visitor:
                 own_groups.append(candidate)
-        group = min(
-            own_groups or self._groups, key=lambda group: self._groups[group][0]
-        )
+
+        def first_visit(group: _Group) -> _Visit:
+            return self._groups[group][0]
+
+        group = min(own_groups or self._groups, key=first_visit)
         self._owners[group] = visitor
         visit = self._groups[group].popleft()
         if not self._groups[group]:
@@ -161,9 +161,9 @@ def search(
     """The bounds of all sizes that were visited or ruled out."""
     # Visitor -> bound of the sizes that it is evaluating.
     busy: dict[Caller, float] = {}
-    with callers(
-        partial(_visited, job, keep), min(processes, queue.num_groups)
-    ) as visitors:
+    visit_sizes = partial(_visited, job, keep)
+    num_visitors = min(processes, queue.num_groups)
+    with callers(visit_sizes, num_visitors) as visitors:
         try:
             while True:
                 for visitor in visitors:
@@ -185,7 +185,8 @@ def search(
                 for visitor in ended(busy):
                     visited: _Visited = visitor.result()
                     del busy[visitor]
-                    result.plans = _best([*result.plans, *visited.plans], keep)
+                    all_plans = [*result.plans, *visited.plans]
+                    result.plans = _best(all_plans, keep)
                     result.num_evaluated += visited.num_evaluated
                     bounds_s += visited.bounds_s
                 if stops_at_first and result.plans:
@@ -194,7 +195,8 @@ def search(
         except KeyboardInterrupt:  # keep the layouts so far, which may have taken hours
             result.is_complete = False
     if not result.is_complete:
-        bounds_s += [*busy.values(), *queue.bounds_s()]
+        bounds_s += busy.values()
+        bounds_s += queue.bounds_s()
     result.bound_s = min(bounds_s, default=math.inf)
     return result
 
@@ -242,15 +244,23 @@ class _Visited(NamedTuple):
 
 
 def _visited(
-    job: Question, keep: int, plans: list[Layout], sizes: ParallelSizes
+    job: Question,
+    keep: int,
+    plans: list[Layout],
+    sizes: ParallelSizes,
 ) -> _Visited:
     """Evaluate all schedules for these sizes that may beat the worst of the given plans."""
     bounds_s = []
     num_evaluated = 0
     for variant, schedule, chunks in _orders(job, sizes):
         # Every better layout lowers the limit for the schedules that follow.
-        worst_s = plans[-1].step_s if len(plans) == keep else math.inf
-        twins = get(schedule).twins if sizes.pp > 1 else 1
+        worst_s = math.inf
+        if len(plans) == keep:
+            worst_s = plans[-1].step_s
+        # Without a pipeline, the schedule is "none", which has no generator.
+        twins = 1
+        if sizes.pp > 1:
+            twins = get(schedule).twins
         # Check this bound first, because the next one needs the table, which is slow to
         # generate.
         if least_step_s(variant, sizes, twins) >= worst_s:
@@ -269,7 +279,8 @@ def _visited(
 def _best(plans: Sequence[Layout], keep: int) -> list[Layout]:
     """Return the plans with the shortest steps, one per combination of sizes and schedule."""
     distinct: dict[tuple[ParallelSizes, str], Layout] = {}
-    for plan in sorted(plans, key=lambda plan: plan.step_s):
+    fastest_first = sorted(plans, key=lambda plan: plan.step_s)
+    for plan in fastest_first:
         distinct.setdefault((plan.sizes, plan.schedule), plan)
     return list(distinct.values())[:keep]
 
@@ -279,7 +290,8 @@ def _best(plans: Sequence[Layout], keep: int) -> list[Layout]:
 
 def _powers_of_two(limit: int) -> list[int]:
     """Return the powers of two up to a limit, starting with 1, which is always included."""
-    return [2**exponent for exponent in range(max(1, limit).bit_length())]
+    num_powers = max(1, limit).bit_length()
+    return [2**exponent for exponent in range(num_powers)]
 
 
 def _space(job: Question) -> Iterator[ParallelSizes]:
@@ -291,8 +303,9 @@ def _space(job: Question) -> Iterator[ParallelSizes]:
             for cp in choices.context(tp, pp):
                 replicas = job.num_devices // (tp * pp * cp)
                 for micro_batch in choices.micro_batch():
+                    batch_per_round = replicas * micro_batch
                     num_microbatches, num_left_over = divmod(
-                        job.global_batch, replicas * micro_batch
+                        job.global_batch, batch_per_round
                     )
                     if num_left_over or not num_microbatches:
                         continue
@@ -314,48 +327,62 @@ class _Choices:
     """Candidate values for each size, or its fixed value, except those that Megatron rejects."""
 
     def __init__(self, job: Question) -> None:
-        self._job, self._model = job, job.model
+        self._job = job
+        self._model = job.model
 
     def tensor(self) -> list[int]:
         model = self._model
         job = self._job
         # Across nodes, every layer would wait for the network.
-        powers = _powers_of_two(min(job.device.node_size, model.query_groups * 2, 8))
-        divided = (job.num_devices, model.heads, model.query_groups, model.ffn)
+        most_ranks = min(job.device.node_size, model.query_groups * 2, 8)
+        divided = (
+            job.num_devices,
+            model.heads,
+            model.query_groups,
+            model.ffn,
+        )
         sizes = []
-        for tp in self._fixed_or("tp", powers):
+        for tp in self._fixed_or("tp", _powers_of_two(most_ranks)):
             if all(size % tp == 0 for size in divided):
                 sizes.append(tp)
         return sizes
 
     def pipeline(self, tp: int) -> list[int]:
         num_devices = self._job.num_devices
+        num_groups = num_devices // tp
         # The embedding and the loss may form stages without layers.
-        longest = min(self._model.num_layers + 2, _MAX_STAGES, num_devices)
-        lengths = [pp for pp in range(1, longest + 1) if num_devices // tp % pp == 0]
+        most_stages = self._model.num_layers + 2
+        longest = min(most_stages, _MAX_STAGES, num_devices)
+        lengths = [pp for pp in range(1, longest + 1) if num_groups % pp == 0]
         return self._fixed_or("pp", lengths)
 
     def context(self, tp: int, pp: int) -> list[int]:
         job = self._job
+        powers = _powers_of_two(job.sequence // 4096)
         sizes = []
-        for cp in self._fixed_or("cp", _powers_of_two(job.sequence // 4096)):
+        for cp in self._fixed_or("cp", powers):
+            parts = tp
             # Every context-parallel rank has parts of both halves of a sequence.
-            parts = tp * 2 * cp if cp > 1 else tp
-            if job.num_devices % (tp * pp * cp) == 0 and job.sequence % parts == 0:
+            if cp > 1:
+                parts *= 2 * cp
+            divides_devices = job.num_devices % (tp * pp * cp) == 0
+            if divides_devices and job.sequence % parts == 0:
                 sizes.append(cp)
         return sizes
 
     def expert(self, pp: int) -> list[int]:
         num_experts = self._model.num_experts
         devices_of_stage = self._job.num_devices // pp
-        powers = [1]
+        divisors = [1]
         if num_experts:
             divisor = math.gcd(num_experts, devices_of_stage)
-            powers = [ep for ep in _powers_of_two(divisor) if divisor % ep == 0]
+            powers = _powers_of_two(divisor)
+            divisors = [power for power in powers if divisor % power == 0]
         sizes = []
-        for ep in self._fixed_or("ep", powers):
-            # Every rank has the same number of experts. Without experts, ep is 1.
-            if devices_of_stage % ep == 0 and (num_experts or 1) % ep == 0:
+        # Every rank has the same number of experts. Without experts, ep is 1.
+        num_divided = num_experts or 1
+        for ep in self._fixed_or("ep", divisors):
+            if devices_of_stage % ep == 0 and num_divided % ep == 0:
                 sizes.append(ep)
         return sizes
 
@@ -367,7 +394,9 @@ class _Choices:
 
     def _fixed_or(self, name: str, sizes: list[Any]) -> list[Any]:
         fixed = self._job.fixed
-        return [fixed[name]] if name in fixed else sizes
+        if name in fixed:
+            return [fixed[name]]
+        return sizes
 
 
 def _variants(job: Question, sizes: ParallelSizes) -> list[Question]:
@@ -377,22 +406,19 @@ def _variants(job: Question, sizes: ParallelSizes) -> list[Question]:
     wants_pairs = job.fixed.get("pairs")
     if wants_pairs is None and job.techniques.overlaps_experts:
         wants_pairs = True
-    without_pairs = _with_techniques(
-        job, replace(job.techniques, overlaps_experts=False)
-    )
-    if not job.model.num_experts or sizes.ep == 1 or wants_pairs is False:
+    without_pairs = _with_pairs(job, is_on=False)
+    exchanges_tokens = job.model.num_experts and sizes.ep > 1
+    if not exchanges_tokens or wants_pairs is False:
         return [without_pairs]
     variants = [] if wants_pairs else [without_pairs]
     is_short = sizes.pp <= _MAX_PAIRED_RANKS
     if (wants_pairs or is_short) and not _refuses_pairs(job, sizes):
-        with_pairs = _with_techniques(
-            job, replace(job.techniques, overlaps_experts=True)
-        )
-        variants.append(with_pairs)
+        variants.append(_with_pairs(job, is_on=True))
     return variants
 
 
-def _with_techniques(job: Question, techniques: Techniques) -> Question:
+def _with_pairs(job: Question, *, is_on: bool) -> Question:
+    techniques = replace(job.techniques, overlaps_experts=is_on)
     return replace(job, techniques=techniques)
 
 
@@ -401,18 +427,20 @@ def _refuses_pairs(job: Question, sizes: ParallelSizes) -> bool:
     model = job.model
     mode = sizes.mode
     # Without a pipeline, Megatron's own overlap is used, which has more restrictions.
-    if sizes.pp == 1 and (mode == FULL or model.mtp_layers > 0):
+    is_restricted = mode == FULL or model.mtp_layers > 0
+    if sizes.pp == 1 and is_restricted:
         return True
     granularity = "selective"
     if mode == FULL:
         granularity = "full"
+    is_plain_model = {"dense", "moe"}.issuperset(model.kinds)
     # The rules read only these arguments.
     args = Namespace(
         recompute_granularity=granularity,
         recompute_modules=sorted(mode),
         fp8=job.techniques.precision != "bf16",
         mtp_num_layers=model.mtp_layers,
-        is_hybrid_model=not {"dense", "moe"}.issuperset(model.kinds),
+        is_hybrid_model=not is_plain_model,
     )
     return any(rule.refuses(args) for rule in job.pair_rules)
 
@@ -422,7 +450,9 @@ def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[Question, str
     for variant in _variants(job, sizes):
         # CUDA graphs work only with Megatron's own schedules, of which only interleaved
         # has pairs.
-        takes_graphs = ("interleaved",) if runs_pairs(variant, sizes) else MEGATRONS
+        takes_graphs: Sequence[str] = MEGATRONS
+        if runs_pairs(variant, sizes):
+            takes_graphs = ("interleaved",)
         takes_all = sizes.pp == 1 or variant.techniques.graphs == "none"
         for schedule, chunks in _schedules(job, sizes):
             if takes_all or schedule in takes_graphs:
@@ -436,22 +466,27 @@ def _schedules(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]
         num_stages = 1
         if "layout" in fixed:
             num_stages = len(fixed["layout"])
-        if num_stages == 1 and fixed.get("vp", 1) == 1 and "schedule" not in fixed:
+        has_one_chunk = fixed.get("vp", 1) == 1
+        if num_stages == 1 and has_one_chunk and "schedule" not in fixed:
             yield "none", 1
         return
-    most_chunks = min((job.model.num_layers + 2) // sizes.pp, _MAX_CHUNKS)
+    most_stages = job.model.num_layers + 2
+    most_chunks = min(most_stages // sizes.pp, _MAX_CHUNKS)
+    generators = registered()
     # Try searched tables last, because they take the longest and other schedules may
     # rule them out.
-    generators = sorted(registered().items(), key=lambda item: item[1].needs_costs)
-    for name, generator in generators:
+    names = sorted(generators, key=lambda name: generators[name].needs_costs)
+    for name in names:
+        generator = generators[name]
         if "schedule" in fixed:
             if name != fixed["schedule"]:
                 continue
         elif name == "gpipe":  # keeps every micro-batch for no benefit
             continue
         if not generator.free_chunks:
-            if fixed.get("vp", generator.num_chunks) == generator.num_chunks:
-                yield name, generator.num_chunks
+            num_chunks = generator.num_chunks
+            if fixed.get("vp", num_chunks) == num_chunks:
+                yield name, num_chunks
             continue
         chunk_counts = [*range(2, most_chunks + 1)]
         if "vp" in fixed:

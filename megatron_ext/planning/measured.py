@@ -67,9 +67,8 @@ class MeasuredCosts:
     def costs(self, ranks: int, layers_by_stage: Sequence[int]) -> Costs:
         """Return the costs of the same model with another cut."""
         stages = cut_anew(self.stages, layers_by_stage)
-        forward_s, input_s, weight_s = (
-            sum(times) for times in zip(*stages, strict=True)
-        )
+        times_by_pass = zip(*stages, strict=True)
+        forward_s, input_s, weight_s = map(sum, times_by_pass)
         # The first three durations, for which tables are generated, are those of
         # 1/ranks of the model.
         return Costs(
@@ -83,7 +82,8 @@ class MeasuredCosts:
 
     def as_json(self) -> str:
         """Return the text that `read` parses."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        text = json.dumps(asdict(self), indent=1)
+        return f"{text}\n"
 
     @classmethod
     def read(cls, folder: Path) -> MeasuredCosts:
@@ -96,7 +96,7 @@ class MeasuredCosts:
         remedy = f"megatron-ext aggregate --trace-dir {folder} writes it"
         try:
             content = read_json(path, _MAX_FILE_BYTES)
-            stages = tuple(_times(times) for times in content["stages"])
+            stages = tuple(map(_times, content["stages"]))
             if not stages:
                 raise ValueError("it has no stages")
             measured = cls(
@@ -144,22 +144,23 @@ def cut_anew(
     may make the first and last stages take longer than their neighbours. Their extra time stays in
     the first and last stages.
     """
-    by_pass = [
-        _cut_times(times, layers_by_stage) for times in zip(*stages, strict=True)
-    ]
-    stages = []
-    for forward, input_gradient, weight in zip(*by_pass, strict=True):
+    times_by_pass = zip(*stages, strict=True)
+    cut_by_pass = [_cut_times(times, layers_by_stage) for times in times_by_pass]
+    cut_stages = []
+    for forward_s, input_s, weight_s in zip(*cut_by_pass, strict=True):
         # A stage without layers may take no time, but the simulator does not accept
         # zero.
-        stages.append((max(SHORTEST, forward), input_gradient, weight))
-    return tuple(stages)
+        simulated_s = max(SHORTEST, forward_s)
+        cut_stages.append((simulated_s, input_s, weight_s))
+    return tuple(cut_stages)
 
 
 def _cut_times(times: Sequence[float], layers_by_stage: Sequence[int]) -> list[float]:
     """Return the times of one kind of pass for a different cut."""
     # If the ends' extra time were spread over their layers, too, the forecast for
     # interleaved with 16 stages would be 9.5 % too fast.
-    embedding = loss = 0.0
+    embedding = 0.0
+    loss = 0.0
     layers = list(times)
     num_old = len(times)
     # With only two stages, each end's only neighbour is the other end, so the extra
@@ -176,8 +177,11 @@ def _cut_times(times: Sequence[float], layers_by_stage: Sequence[int]) -> list[f
     for time in layers:
         parts += [time / num_layers] * num_layers
     spread = []
-    for first, end in pairwise(accumulate(layers_by_stage, initial=0)):
-        spread.append(sum(parts[first * num_old : end * num_old]))
+    layer_ends = accumulate(layers_by_stage, initial=0)
+    for first_layer, end_layer in pairwise(layer_ends):
+        first_part = first_layer * num_old
+        end_part = end_layer * num_old
+        spread.append(sum(parts[first_part:end_part]))
     spread[0] += embedding
     spread[-1] += loss
     return spread

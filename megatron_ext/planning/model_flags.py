@@ -318,7 +318,9 @@ def _window_share(args: argparse.Namespace, num_layers: int) -> float:
 
 
 def _kinds(
-    args: argparse.Namespace, pattern: str, num_layers: int
+    args: argparse.Namespace,
+    pattern: str,
+    num_layers: int,
 ) -> tuple[LayerKind, ...]:
     """Return the layers' kinds, from a hybrid model's pattern or from other flags."""
     if pattern:

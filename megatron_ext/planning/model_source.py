@@ -47,7 +47,9 @@ _UNKNOWN_FEATURES = {
 
 
 def read_model(
-    source: Path | None, size: str | None, flags: Sequence[str]
+    source: Path | None,
+    size: str | None,
+    flags: Sequence[str],
 ) -> ModelSizes:
     """Return a model's sizes.
 

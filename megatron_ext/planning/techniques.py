@@ -159,7 +159,10 @@ def techniques_of_flags(
     parser.add_argument("--cuda-graph-impl")
     # Newer releases call the scope --cuda-graph-modules.
     parser.add_argument(
-        "--cuda-graph-scope", "--cuda-graph-modules", nargs="*", default=[]
+        "--cuda-graph-scope",
+        "--cuda-graph-modules",
+        nargs="*",
+        default=[],
     )
     parser.add_argument("--moe-token-dispatcher-type", default="flex")
     parser.add_argument("--cross-entropy-fusion-impl", default="native")

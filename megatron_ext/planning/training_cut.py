@@ -35,18 +35,24 @@ def layout_for(args: Namespace, placement: Placement) -> str:
         sequence=model.sequence or 4096,
     )
     mode = frozenset[str]()
-    if getattr(args, "recompute_granularity", None) == "full":
+    granularity = getattr(args, "recompute_granularity", None)
+    if granularity == "full":
         mode = FULL
-    elif getattr(args, "recompute_granularity", None) == "selective":
+    elif granularity == "selective":
         # Core attention is Megatron's default for selective recomputation.
-        mode = frozenset(getattr(args, "recompute_modules", None) or ("core_attn",))
+        modules = getattr(args, "recompute_modules", None) or ("core_attn",)
+        mode = frozenset(modules)
     layers, first, last = parts_of(model, sharding, DEVICES["h100"], mode)
     layer_works = [layer.work for layer in layers]
     # The last stage needs no layers if it has multi-token prediction.
     least_last = 0 if model.mtp_layers else 1
     try:
         counts = cut(
-            layer_works, first.work, last.work, placement, least_last=least_last
+            layer_works,
+            first.work,
+            last.work,
+            placement,
+            least_last=least_last,
         )
     except ScheduleError as error:
         raise ScheduleError(

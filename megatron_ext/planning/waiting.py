@@ -65,7 +65,9 @@ def most_waiting(
 
     # Every waiting W needs more memory, so bisect instead of trying all numbers.
     number = bisect_right(
-        range(1, MAX_WAITING + 1), limit_gib, key=lambda count: max(memory_gib(count))
+        range(1, MAX_WAITING + 1),
+        limit_gib,
+        key=lambda count: max(memory_gib(count)),
     )
     needed_gib = max(memory_gib(number))
     next_gib = None
@@ -87,7 +89,13 @@ def room_in(plan: Layout) -> WaitingWeights | None:
 
     def layout_with(number: int) -> Layout:
         job = replace(plan.job, device=unlimited, waiting_weights=number)
-        layout = forecast(job, plan.sizes, plan.schedule, plan.chunks, plan.counts)
+        layout = forecast(
+            job,
+            plan.sizes,
+            plan.schedule,
+            plan.chunks,
+            plan.counts,
+        )
         assert layout is not None, "this cut has a forecast; memory is unlimited"
         return layout
 
