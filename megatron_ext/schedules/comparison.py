@@ -91,26 +91,32 @@ def compare(
         slices=slices,
     )
     if not schedules:
-        raise ScheduleError(
-            "no schedule can run with these sizes:\n" + "\n".join(left_out)
-        )
+        reasons = "\n".join(left_out)
+        raise ScheduleError(f"no schedule can run with these sizes:\n{reasons}")
     timelines = [evaluate(schedule, costs) for schedule in schedules]
-    # If two schedules are equally fast, the one that needs less memory comes first.
-    timelines.sort(key=lambda timeline: (timeline.makespan, timeline.peak_activations))
+    timelines.sort(key=_time_and_memory)
     return timelines, left_out
 
 
+def _time_and_memory(timeline: Timeline) -> tuple[float, float]:
+    """Return a sort key: of two equally fast tables, the one with less memory comes first."""
+    return timeline.makespan, timeline.peak_activations
+
+
 def _choices(
-    chunks: int | None, user_options: Mapping[str, Mapping[str, Option]]
+    chunks: int | None,
+    user_options: Mapping[str, Mapping[str, Option]],
 ) -> list[Choice]:
     """Return the variants of all schedules. The user's options override the variants' options."""
     choices: list[Choice] = []
     for generator in registered().values():
-        fixed = dict(user_options.get(generator.name, {}))
+        options_of_user = user_options.get(generator.name, {})
+        fixed = dict(options_of_user)
         if generator.free_chunks and chunks is not None:
             fixed["chunks"] = chunks
         for variant in generator.variants:
-            choice = Choice(generator.name, {**variant, **fixed})
+            options = {**variant, **fixed}
+            choice = Choice(generator.name, options)
             # Variants that differed only in an option that the user fixed are now
             # identical.
             if choice not in choices:
@@ -198,11 +204,13 @@ def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
     else:
         generator = get(schedule.name)
         chunks = schedule.num_stages // schedule.placement.num_ranks
-        flags.append((generator.flags or by_name).format(chunks=chunks))
+        template = generator.flags or by_name
+        flags.append(template.format(chunks=chunks))
         # Options with default values need no flag.
         for key, values in generator.options.items():
-            value = schedule.options.get(key, values[0])
-            if value != values[0]:
+            default = values[0]
+            value = schedule.options.get(key, default)
+            if value != default:
                 flags.append(f"{generator.flag(key)} {value}")
     if schedule.num_slices > 1:
         flags.append(f"--pipeline-slices {schedule.num_slices}")

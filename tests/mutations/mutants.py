@@ -70,8 +70,8 @@ MUTANTS = (
     Mutant(
         "a message names the stage that made it",
         f"{_TABLES}.communication",
-        "            tensor_of(target),\n",
-        "            tensor_of(source),\n",
+        "        tensor = tensor_of(target)\n",
+        "        tensor = tensor_of(source)\n",
         (_COMMUNICATION_TESTS,),
     ),
     Mutant(
@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         "reductions start as chunks are complete, whatever the order of the peers",
         f"{_RUNTIME}.sync",
-        "self._order[self._started] in self._complete",
-        "self._complete",
+        "if next_stage not in self._complete:",
+        "if not self._complete:",
         ("tests/runtime/test_sync.py",),
     ),
     Mutant(
@@ -103,15 +103,15 @@ MUTANTS = (
     Mutant(
         "a dynamic order begins a stage with any forward",
         "megatron_ext.schedules.search.progress",
-        "        for first, *following in forwards.values():\n",
-        "        for first, *following in [[0]]:\n",
+        "        for positions in forwards.values():\n",
+        "        for positions in [[0]]:\n",
         ("tests/schedules/search/test_policies.py",),
     ),
     Mutant(
         "a dynamic order computes W after a later B",
         "megatron_ext.schedules.search.progress",
-        '            if kind in ("B", "W"):\n',
-        '            if kind == "W":\n',
+        '            if action.kind in ("B", "W"):\n',
+        '            if action.kind == "W":\n',
         ("tests/schedules/search/test_policies.py",),
     ),
     Mutant(
@@ -138,8 +138,8 @@ MUTANTS = (
     Mutant(
         "a table has one slot too few",
         f"{_TABLES}.memory",
-        "_alive_by_group(row, receivers).items():\n",
-        "_alive_by_group(row, receivers).items():\n            peak = max(1, peak - 1)\n",
+        "in peak_by_receiver.items():\n",
+        "in peak_by_receiver.items():\n            peak = max(1, peak - 1)\n",
         ("tests/schedules/table/test_bypasses.py",),
     ),
     Mutant(

@@ -29,40 +29,58 @@ NAMES = {
 
 _PAGES = {
     "light": {
-        "page": "#ffffff", "panel": "#f6f8fa", "text": "#1f2328", "quiet": "#59636e",
-        "line": "#d1d9e0", "wait": "#dfe3e8",
+        "page": "#ffffff",
+        "panel": "#f6f8fa",
+        "text": "#1f2328",
+        "quiet": "#59636e",
+        "line": "#d1d9e0",
+        "wait": "#dfe3e8",
     },
     "dark": {
-        "page": "#14171c", "panel": "#1c2128", "text": "#e6edf3", "quiet": "#9aa4b0",
-        "line": "#343b45", "wait": "#3a414c",
+        "page": "#14171c",
+        "panel": "#1c2128",
+        "text": "#e6edf3",
+        "quiet": "#9aa4b0",
+        "line": "#343b45",
+        "wait": "#3a414c",
     },
-}  # fmt: skip
-_DARK_INK, _LIGHT_INK = "#111418", "#ffffff"
+}
+_DARK_INK = "#111418"
+_LIGHT_INK = "#ffffff"
 
 
 def variables(theme: str) -> str:
     """Return a theme's colours (`light` or `dark`) as CSS variables on one line."""
     colours = {**_PAGES[theme], **SPANS}
     for kind, (even, odd) in KINDS.items():
-        colours |= {kind: even, f"{kind}-odd": odd}
-    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+        colours[kind] = even
+        colours[f"{kind}-odd"] = odd
+    declarations = []
+    for name, colour in colours.items():
+        declarations.append(f"--{name}: {colour};")
+    return " ".join(declarations)
 
 
 def ink(colour: str) -> str:
     """Return the text colour, dark or light, that has more contrast with a background."""
-    return max(_DARK_INK, _LIGHT_INK, key=lambda text: contrast(text, colour))
+    if contrast(_LIGHT_INK, colour) > contrast(_DARK_INK, colour):
+        return _LIGHT_INK
+    return _DARK_INK
 
 
 def contrast(first: str, second: str) -> float:
     """Return the contrast between two colours as defined by WCAG, from 1 to 21."""
     # WCAG adds 0.05 for light reflected by the screen.
-    darker, lighter = sorted((_luminance(first), _luminance(second)))
+    luminances = [_luminance(first), _luminance(second)]
+    darker = min(luminances)
+    lighter = max(luminances)
     return (lighter + 0.05) / (darker + 0.05)
 
 
 def _luminance(colour: str) -> float:
     """Return a colour's relative luminance as defined by WCAG, from 0 to 1."""
-    red, green, blue = (_linear(value / 255) for value in bytes.fromhex(colour[1:]))
+    components = bytes.fromhex(colour[1:])
+    red, green, blue = [_linear(component / 255) for component in components]
     # These are the weights of the sRGB primaries. Green has the largest weight because
     # the eye is most sensitive to it.
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -85,4 +103,5 @@ def ansi(text: str, colour: str) -> str:
 
 
 def _ansi_rgb(colour: str) -> str:
-    return ";".join(str(value) for value in bytes.fromhex(colour[1:]))
+    components = bytes.fromhex(colour[1:])
+    return ";".join(map(str, components))

@@ -29,7 +29,12 @@ _CELL = re.compile(r"\b\d*([FBIWRfbiwr])\d+\S*")
 _KIND_IN_LEGEND = re.compile(r"\b([FBIWR])(?= [a-z])")
 
 
-def picture(timeline: Timeline, width: int = 100, *, coloured: bool = False) -> str:
+def picture(
+    timeline: Timeline,
+    width: int = 100,
+    *,
+    coloured: bool = False,
+) -> str:
     """Return the caption, grid and legend for a terminal that is `width` columns wide."""
     body = grid(timeline, width)
     legend = _legend(timeline)
@@ -81,23 +86,33 @@ def check_drawable(timeline: Timeline) -> None:
 
 
 def _legend(timeline: Timeline) -> str:
-    kinds: set[str] = set()
-    for row in timeline.schedule.rows:
-        kinds.update(action.kind for action in row)
-    if timeline.schedule.ships_activations:
-        # If activations are shipped, R takes no time, so it is not drawn.
-        kinds -= {"R"}
-    parts = [f"{kind} {name}" for kind, name in NAMES.items() if kind in kinds]
-    if timeline.schedule.pairs:
+    schedule = timeline.schedule
+    kinds = drawn_kinds(schedule)
+    parts = []
+    for kind, name in NAMES.items():
+        if kind in kinds:
+            parts.append(f"{kind} {name}")
+    if schedule.pairs:
         parts.append("F+B pair")
-    if timeline.schedule.num_slices > 1:
+    if schedule.num_slices > 1:
         parts.append("F0.1 slice 1 of micro-batch 0")
-    if _num_chunks(timeline.schedule) == 2:
+    if _num_chunks(schedule) == 2:
         parts.append("lower case: second chunk")
-    if timeline.schedule.placement.twins == 2:
-        parts.append(f"second direction from {timeline.schedule.num_microbatches}")
+    if schedule.placement.twins == 2:
+        parts.append(f"second direction from {schedule.num_microbatches}")
     parts.append(f"one column: {slot_time(timeline):g}")
     return ", ".join(parts)
+
+
+def drawn_kinds(schedule: Schedule) -> set[str]:
+    """Return the kinds of actions in a table that a picture shows."""
+    kinds: set[str] = set()
+    for row in schedule.rows:
+        kinds.update(action.kind for action in row)
+    if schedule.ships_activations:
+        # If activations are shipped, R takes no time, so it is not drawn.
+        kinds.discard("R")
+    return kinds
 
 
 def unit_of_time(timeline: Timeline) -> str:
@@ -111,8 +126,10 @@ def slot_time(timeline: Timeline) -> float:
     """Return the duration of one column, which is the duration of the shortest action."""
     durations: list[float] = []
     for row in timeline.bars:
-        # If activations are shipped, R takes no time.
-        durations += [end - start for _, start, end in row if end > start]
+        for _, start, end in row:
+            # If activations are shipped, R takes no time.
+            if end > start:
+                durations.append(end - start)
     return min(durations)
 
 
@@ -128,7 +145,9 @@ def cell_label(schedule: Schedule, action: Action) -> str:
     text = f"{action.kind}{action.microbatch}"
     if schedule.num_slices > 1:
         text += f".{action.slice}"
-    return text.lower() if chunk_on_screen(schedule, action.stage) else text
+    if chunk_on_screen(schedule, action.stage):
+        return text.lower()
+    return text
 
 
 def grid(timeline: Timeline, width: int = 100) -> str:
@@ -142,13 +161,16 @@ def grid(timeline: Timeline, width: int = 100) -> str:
     columns_per_block = num_columns
     # The separator after the rank takes one column, and the trailing space is stripped.
     if rank_width + num_columns * cell_width > width:
-        columns_per_block = max(1, (width - rank_width - 1) // cell_width)
+        cells_width = width - rank_width - 1
+        columns_per_block = max(1, cells_width // cell_width)
     blocks = []
     for first in range(0, num_columns, columns_per_block):
+        end = first + columns_per_block
         lines = []
         for rank, row in enumerate(rows):
-            cells = "".join(row[first : first + columns_per_block])
-            lines.append(f"{rank:>{rank_width}}|{cells}".rstrip())
+            cells = "".join(row[first:end])
+            line = f"{rank:>{rank_width}}|{cells}"
+            lines.append(line.rstrip())
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -175,19 +197,22 @@ def _cells(timeline: Timeline) -> list[list[str]]:
         for label in labels:
             cell_width = max(cell_width, len(label) + 1)
         # Draw a pair as one bar, at the position of its forward pass.
-        for index in schedule.pairs_of(table_rank(schedule, rank)):
+        source = table_rank(schedule, rank)
+        for index in schedule.pairs_of(source):
             _, start, end = row[index]
-            labels[index] += f"+{labels[index + 1]}"
+            label = f"{labels[index]}+{labels[index + 1]}"
+            labels[index] = label
             labels[index + 1] = ""
             # A pair's label may span all of its columns.
             num_columns = max(1, _column(end - start, slot))
-            cell_width = max(
-                cell_width, math.ceil((len(labels[index]) + 1) / num_columns)
-            )
+            width_per_column = math.ceil((len(label) + 1) / num_columns)
+            cell_width = max(cell_width, width_per_column)
         bars = []
         for label, (_, start, end) in zip(labels, row, strict=True):
             if label:
-                bars.append(_Bar(label, _column(start, slot), _column(end, slot)))
+                first_column = _column(start, slot)
+                end_column = _column(end, slot)
+                bars.append(_Bar(label, first_column, end_column))
         bars_by_rank.append(bars)
     # The last action may end between two columns, so round the grid's width just like
     # the bars.
@@ -195,16 +220,23 @@ def _cells(timeline: Timeline) -> list[list[str]]:
     return [_row_of_cells(bars, num_columns, cell_width) for bars in bars_by_rank]
 
 
-def _row_of_cells(bars: Sequence[_Bar], num_columns: int, cell_width: int) -> list[str]:
+def _row_of_cells(
+    bars: Sequence[_Bar],
+    num_columns: int,
+    cell_width: int,
+) -> list[str]:
     """Return the text in every cell of a rank. Labels extend across their bar's columns."""
-    cells = [".".ljust(cell_width)] * num_columns
+    idle_cell = ".".ljust(cell_width)
+    cells = [idle_cell] * num_columns
     for bar in bars:
         # The last character is a space that separates the bars.
         length = (bar.end - bar.first) * cell_width - 1
-        text = bar.label[:length].ljust(length, "-") + " "
+        label = bar.label[:length]
+        text = label.ljust(length, "-") + " "
         for column in range(bar.first, bar.end):
             start = (column - bar.first) * cell_width
-            cells[column] = text[start : start + cell_width]
+            end = start + cell_width
+            cells[column] = text[start:end]
     return cells
 
 

@@ -5,19 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.schedules.drawing.palette import KINDS, NAMES, ink, variables
-from megatron_ext.schedules.drawing.render import caption, check_drawable, unit_of_time
+from megatron_ext.schedules.drawing.render import (
+    caption,
+    check_drawable,
+    drawn_kinds,
+    unit_of_time,
+)
 from megatron_ext.schedules.table.transforms import chunk_on_screen, table_rank
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Action, Schedule
 
-# In pixels: the height of a lane including its gap, the width of the rank names, the
-# height of a title, and the height of a bar.
-_ROW, _LEFT, _TOP, _BAR = 24, 58, 30, 20
+# All lengths are in pixels.
+# Height of a lane including its gap.
+_ROW = 24
+# Width of the rank names.
+_LEFT = 58
+# Height of a title.
+_TOP = 30
+# Height of a bar.
+_BAR = 20
 # Height of the axis below a schedule's lanes: ticks, numbers and the name of the unit.
 _AXIS = 44
 # Width of the longest schedule, unless its labels need more space.
@@ -61,12 +72,20 @@ def draw(
     scale = _scale(timelines)
     longest = max(timeline.makespan for timeline in timelines)
     # From top to bottom: every schedule with its axis, then the memory and the legend.
-    heights = [_TOP + _ROW * timeline.schedule.pp + _AXIS for timeline in timelines]
-    memory_height = _TOP + _ROW * len(memory_gib) + 12 if memory_gib else 0
-    legend, legend_width = _legend(timelines, sum(heights) + memory_height + 12)
-    height = sum(heights) + memory_height + 24
-    width = max(600, legend_width, _LEFT + round(longest * scale) + 24)
-    title = escape("; ".join(map(caption, timelines)))
+    heights = []
+    for timeline in timelines:
+        lanes_height = _ROW * timeline.schedule.pp
+        heights.append(_TOP + lanes_height + _AXIS)
+    memory_height = 0
+    if memory_gib:
+        memory_height = _TOP + _ROW * len(memory_gib) + 12
+    height_above_legend = sum(heights) + memory_height
+    legend = _legend(timelines, height_above_legend + 12)
+    height = height_above_legend + 24
+    longest_width = _LEFT + round(longest * scale) + 24
+    width = max(600, legend.width, longest_width)
+    captions = "; ".join(map(caption, timelines))
+    title = escape(captions)
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">',
@@ -80,29 +99,39 @@ def draw(
             f'<text class="title" x="4" y="{y + 17}">{escape(caption(timeline))}</text>'
         )
         for rank in range(timeline.schedule.pp):
-            parts += _lane(timeline, rank, scale, y + _TOP + _ROW * rank)
+            lane_y = y + _TOP + _ROW * rank
+            parts += _lane(timeline, rank, scale, lane_y)
         axis_unit = unit or unit_of_time(timeline)
-        parts += _axis(timeline, scale, y + timeline_height - _AXIS + 2, axis_unit)
+        axis_y = y + timeline_height - _AXIS + 2
+        parts += _axis(timeline, scale, axis_y, axis_unit)
         y += timeline_height
     if memory_gib:
         parts += _memory(memory_gib, limit_gib, width, y)
-    return "\n".join([*parts, *legend, "</svg>", ""])
+    parts += legend.parts
+    parts.append("</svg>\n")
+    return "\n".join(parts)
 
 
 def _scale(timelines: Sequence[Timeline]) -> float:
     """Return how many pixels per unit of time make every number legible."""
-    legible = shortest_scale = 0.0
+    legible_scale = 0.0
+    shortest_scale = 0.0
     for timeline in timelines:
         for row in timeline.bars:
             for action, start, end in row:
-                if end > start:
-                    label = _label(timeline.schedule, action)
-                    legible = max(legible, (_DIGIT * len(label) + 4) / (end - start))
-                    # The shortest action needs no more than 30 pixels.
-                    shortest_scale = max(shortest_scale, 30 / (end - start))
+                duration = end - start
+                # The R of shipped activations takes no time.
+                if duration <= 0:
+                    continue
+                label = _label(timeline.schedule, action)
+                label_width = _DIGIT * len(label) + 4
+                legible_scale = max(legible_scale, label_width / duration)
+                # The shortest action needs no more than 30 pixels.
+                shortest_scale = max(shortest_scale, 30 / duration)
     longest = max(timeline.makespan for timeline in timelines)
     # Do not stretch short tables to the full width.
-    return max(min(_WIDTH / longest, shortest_scale), legible)
+    scale = min(_WIDTH / longest, shortest_scale)
+    return max(scale, legible_scale)
 
 
 def _fills(timelines: Sequence[Timeline]) -> str:
@@ -121,14 +150,18 @@ def _fills(timelines: Sequence[Timeline]) -> str:
 
 
 def _memory(
-    memory_gib: Sequence[float], limit_gib: float, width: int, y: int
+    memory_gib: Sequence[float],
+    limit_gib: float,
+    width: int,
+    y: int,
 ) -> Iterator[str]:
     """Yield a memory lane for every rank. A full-length lane represents the limit."""
     yield f'<text class="title" x="4" y="{y + 17}">memory, of {limit_gib:g} GiB</text>'
     full = width - _LEFT - 24
     for rank, rank_gib in enumerate(memory_gib):
         top = y + _TOP + _ROW * rank
-        bar = full * min(1.0, rank_gib / limit_gib)
+        share = min(1.0, rank_gib / limit_gib)
+        bar = full * share
         yield f'<text class="rank" x="{_LEFT - 6}" y="{top + 14}">rank {rank}</text>'
         yield f'<rect class="lane" x="{_LEFT}" y="{top}" width="{full}" height="{_BAR}"/>'
         yield f'<rect class="memory" x="{_LEFT}" y="{top}" width="{_n(bar)}" height="{_BAR}"/>'
@@ -141,7 +174,12 @@ def _label(schedule: Schedule, action: Action) -> str:
     return str(action.microbatch)
 
 
-def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
+def _lane(
+    timeline: Timeline,
+    rank: int,
+    scale: float,
+    y: int,
+) -> Iterator[str]:
     """Yield a rank's lane, with its actions."""
     schedule = timeline.schedule
     yield f'<text class="rank" x="{_LEFT - 6}" y="{y + 14}">rank {rank}</text>'
@@ -166,8 +204,12 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
         if is_lower:
             top += height
         odd = " odd" if chunk_on_screen(schedule, action.stage) % 2 else ""
-        up = " up" if action.microbatch >= schedule.num_microbatches else ""
-        inset = 1.2 if up else 0.4  # half of a frame's line is outside the rectangle
+        up = ""
+        inset = 0.4
+        is_second_direction = action.microbatch >= schedule.num_microbatches
+        if is_second_direction:
+            up = " up"
+            inset = 1.2  # half of a frame's line is outside the rectangle
         yield (
             f'<rect class="{action.kind}{odd}{up}" x="{_n(x + inset)}" y="{top}" '
             f'width="{_n(width - 2 * inset)}" height="{height}"/>'
@@ -178,35 +220,57 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
         )
 
 
-def _axis(timeline: Timeline, scale: float, y: int, unit: str) -> Iterator[str]:
+def _axis(
+    timeline: Timeline,
+    scale: float,
+    y: int,
+    unit: str,
+) -> Iterator[str]:
     """Yield an axis with numbers at round times and the name of its unit."""
     end = _LEFT + timeline.makespan * scale
     # Use the smallest of 1, 2, 5 or 10 times a power of ten that keeps the numbers at
     # least 50 pixels apart.
-    step = 10 ** math.floor(math.log10(90 / scale))
-    step *= next(factor for factor in (1, 2, 5, 10) if step * factor * scale >= 50)
+    power_of_ten = 10 ** math.floor(math.log10(90 / scale))
+    steps = (power_of_ten * factor for factor in (1, 2, 5, 10))
+    step = next(step for step in steps if step * scale >= 50)
     yield f'<path class="axis" d="M{_LEFT} {y}H{_n(end)}"/>'
     # Without the tolerance, a rounding error could drop the last tick.
-    for index in range(int(timeline.makespan / step * (1 + 1e-9)) + 1):
+    num_steps = int(timeline.makespan / step * (1 + 1e-9))
+    for index in range(num_steps + 1):
         x = _n(_LEFT + index * step * scale)
         yield f'<path class="axis" d="M{x} {y}v4"/>'
         yield f'<text class="tick quiet" x="{x}" y="{y + 15}">{index * step:g}</text>'
     yield f'<text class="quiet" x="{_LEFT}" y="{y + 29}">time: {unit}</text>'
 
 
-def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:
-    """Return the legend and its width."""
+class _LegendEntry(NamedTuple):
+    """What one kind of rectangle means."""
+
+    classes: str
+    """The rectangle's CSS classes."""
+    name: str
+
+
+class _Legend(NamedTuple):
+    """The legend below all schedules."""
+
+    parts: list[str]
+    width: int
+
+
+def _legend(timelines: Sequence[Timeline], y: int) -> _Legend:
+    """Return the legend."""
     schedules = [timeline.schedule for timeline in timelines]
     x = _LEFT
     parts = []
-    for classes, name in _legend_entries(schedules):
+    for entry in _legend_entries(schedules):
         parts.append(
-            f'<rect class="{classes}" x="{x}" y="{y - 10}" width="12" height="12"/>'
+            f'<rect class="{entry.classes}" x="{x}" y="{y - 10}" width="12" height="12"/>'
         )
-        parts.append(f'<text x="{x + 17}" y="{y}">{name}</text>')
+        parts.append(f'<text x="{x + 17}" y="{y}">{entry.name}</text>')
         # 6 pixels per character are enough. The box and the gaps take another 34
         # pixels.
-        x += 34 + 6 * len(name)
+        x += 34 + 6 * len(entry.name)
     notes = []
     if any(schedule.num_slices > 1 for schedule in schedules):
         notes.append("0.1: slice 1 of micro-batch 0")
@@ -216,28 +280,31 @@ def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:
         text = ", ".join(notes)
         parts.append(f'<text x="{x}" y="{y}">{text}</text>')
         x += 6 * len(text) + 6
-    return parts, x
+    return _Legend(parts, width=x)
 
 
-def _legend_entries(schedules: Sequence[Schedule]) -> list[tuple[str, str]]:
-    """Return (CSS classes, name) for everything that is drawn as a rectangle."""
+def _legend_entries(schedules: Sequence[Schedule]) -> list[_LegendEntry]:
+    """Return an entry for everything that is drawn as a rectangle."""
     kinds: set[str] = set()
+    has_odd_chunks = False
+    has_twins = False
     for schedule in schedules:
-        present: set[str] = set()
-        for row in schedule.rows:
-            present.update(action.kind for action in row)
-        if schedule.ships_activations:
-            present.discard("R")  # not drawn, because it takes no time here
-        kinds |= present
-    entries = [(kind, name) for kind, name in NAMES.items() if kind in kinds]
-    entries.append(("lane", "idle"))
-    # The last stage has the highest chunk number.
-    if any(
-        chunk_on_screen(schedule, schedule.num_stages - 1) for schedule in schedules
-    ):
-        entries.append(("F odd", "pale: odd chunks"))
-    if any(schedule.placement.twins == 2 for schedule in schedules):
-        entries.append(("page up", "framed: second direction"))
+        kinds |= drawn_kinds(schedule)
+        # The last stage has the highest chunk number.
+        last_stage = schedule.num_stages - 1
+        if chunk_on_screen(schedule, last_stage):
+            has_odd_chunks = True
+        if schedule.placement.twins == 2:
+            has_twins = True
+    entries = []
+    for kind, name in NAMES.items():
+        if kind in kinds:
+            entries.append(_LegendEntry(kind, name))
+    entries.append(_LegendEntry("lane", "idle"))
+    if has_odd_chunks:
+        entries.append(_LegendEntry("F odd", "pale: odd chunks"))
+    if has_twins:
+        entries.append(_LegendEntry("page up", "framed: second direction"))
     return entries
 
 

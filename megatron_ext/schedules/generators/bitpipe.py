@@ -50,7 +50,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.schedules.generators.catalog import register
-from megatron_ext.schedules.generators.patterns import shortened
+from megatron_ext.schedules.generators.patterns import passes, shortened
 from megatron_ext.schedules.search.greedy import Problem, Variant, search
 from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Action, Kind, Option, Row, Schedule
@@ -63,7 +63,10 @@ if TYPE_CHECKING:
     "bitpipe",
     num_chunks=4,
     twins=2,
-    options={"order": ("zb", "paper"), "routing": ("twin", "local")},
+    options={
+        "order": ("zb", "paper"),
+        "routing": ("twin", "local"),
+    },
     variants=({"order": "zb"}, {"order": "paper"}),
     flags="--enable-bitpipe-schedule",
     needs_costs=True,
@@ -79,14 +82,20 @@ def bitpipe(
 ) -> Schedule:
     """Return the table for one of BitPipe's two mirrored pipelines."""
     num_ranks = pp // 2
-    folded = placement.mirrored(placement.w(num_ranks), routing)
+    one_way = placement.w(num_ranks)
+    folded = placement.mirrored(one_way, routing)
     m = num_microbatches // 2
     if order == "paper":
         rows = _paper_rows(pp, m)
     else:
-        # The cap counts every stage's activations separately. A stage is 1/(2pp) of the
-        # model, so a cap of 2pp corresponds to the pp units stated above.
-        problem = Problem(folded, m, cap=2 * pp, costs=costs)
+        problem = Problem(
+            folded,
+            m,
+            # The cap counts every stage's activations separately. A stage is 1/(2pp) of
+            # the model, so a cap of 2pp corresponds to the pp units stated above.
+            cap=2 * pp,
+            costs=costs,
+        )
         # With few ranks, the search reaches the lower bound without limiting the
         # micro-batches in flight. With many ranks, it does so only if the limit is near
         # pp/2.
@@ -100,15 +109,21 @@ def bitpipe(
     return Schedule("bitpipe", folded, m, rows, options)
 
 
-def _paper_rows(pp: int, num_microbatches: int) -> tuple[Row, ...]:
+def _paper_rows(
+    pp: int,
+    num_microbatches: int,
+) -> tuple[Row, ...]:
     """Return the published order for one of the two pipelines."""
     num_ranks = pp // 2
     # The published order consists of whole units with one micro-batch per rank. Round
     # the number of micro-batches up to whole units and drop the surplus.
-    published = math.ceil(num_microbatches / num_ranks) * num_ranks
-    rows = tuple(_paper_row(rank, pp, published) for rank in range(num_ranks))
+    num_units = math.ceil(num_microbatches / num_ranks)
+    published = num_units * num_ranks
+    rows = []
+    for rank in range(num_ranks):
+        rows.append(_paper_row(rank, pp, published))
     if published == num_microbatches:
-        return rows
+        return tuple(rows)
     return shortened(rows, num_microbatches)
 
 
@@ -121,10 +136,20 @@ class _Pass(NamedTuple):
     second_up: int
 
 
-def _paper_row(rank: int, pp: int, num_microbatches: int) -> Row:
+def _paper_row(
+    rank: int,
+    pp: int,
+    num_microbatches: int,
+) -> Row:
     """Return the published order for one rank."""
     num_ranks = pp // 2
-    forward = _Pass(rank, pp - 1 - rank, pp + rank, 2 * pp - 1 - rank)
+    forward = _Pass(
+        first_down=rank,
+        first_up=pp - 1 - rank,
+        second_down=pp + rank,
+        second_up=2 * pp - 1 - rank,
+    )
+    # Backward passes visit the stages in the opposite order.
     backward = _Pass(*reversed(forward))
     forwards: list[Action] = []
     backwards: list[Action] = []
@@ -133,28 +158,43 @@ def _paper_row(rank: int, pp: int, num_microbatches: int) -> Row:
         unit = range(first, first + num_ranks)
         forwards += _unit("F", forward, unit, rank)
         backwards += _unit("B", backward, unit, rank)
-    return tuple(
-        _weave(forwards, backwards, len(firsts), pp, num_pairs=num_ranks - rank)
+    row = _weave(
+        forwards,
+        backwards,
+        num_units=len(firsts),
+        pp=pp,
+        num_pairs=num_ranks - rank,
     )
+    return tuple(row)
 
 
-def _unit(kind: Kind, stages: _Pass, unit: range, rank: int) -> list[Action]:
+def _unit(
+    kind: Kind,
+    stages: _Pass,
+    unit: range,
+    rank: int,
+) -> list[Action]:
     """Return one kind of action for one unit, which is one micro-batch per rank."""
     # Ranks further down run fewer micro-batches before the first one returns.
-    head = unit[: len(unit) - rank]
-    tail = unit[len(unit) - rank :]
+    num_head = len(unit) - rank
+    head = unit[:num_head]
+    tail = unit[num_head:]
     early = unit[:rank]
     late = unit[rank:]
     # Down the first V, until the first micro-batch returns.
-    row = [Action(stages.first_down, kind, i) for i in head]
+    row = passes(stages.first_down, kind, head)
     for i, j in zip(early, tail, strict=True):
-        row += (Action(stages.first_up, kind, i), Action(stages.first_down, kind, j))
+        row.append(Action(stages.first_up, kind, i))
+        row.append(Action(stages.first_down, kind, j))
     # Up the first V, alternating with the second V down.
     for i, j in zip(late, head, strict=True):
-        row += (Action(stages.first_up, kind, i), Action(stages.second_down, kind, j))
+        row.append(Action(stages.first_up, kind, i))
+        row.append(Action(stages.second_down, kind, j))
     for i, j in zip(early, tail, strict=True):
-        row += (Action(stages.second_up, kind, i), Action(stages.second_down, kind, j))
-    return row + [Action(stages.second_up, kind, i) for i in late]
+        row.append(Action(stages.second_up, kind, i))
+        row.append(Action(stages.second_down, kind, j))
+    row += passes(stages.second_up, kind, late)
+    return row
 
 
 def _weave(
@@ -166,22 +206,22 @@ def _weave(
 ) -> list[Action]:
     """Return the warm-up, then per unit: pairs, drain, pairs with the next unit, refill."""
     warm_up = 2 * pp - num_pairs
+    drain = warm_up - num_pairs + 1
     remaining_forwards = iter(forwards)
     remaining_backwards = iter(backwards)
     # Alternate forward and backward passes. `alternating` consumes the same two
     # iterators as the slices below, so every action appears once.
-    alternating = chain.from_iterable(
-        zip(remaining_forwards, remaining_backwards, strict=False)
-    )
+    pairs = zip(remaining_forwards, remaining_backwards, strict=False)
+    alternating = chain.from_iterable(pairs)
     row = list(islice(remaining_forwards, warm_up))
     for _ in range(num_units - 1):
         row += islice(alternating, 2 * num_pairs)
         # The current unit drains.
-        row += islice(remaining_backwards, warm_up - num_pairs + 1)
+        row += islice(remaining_backwards, drain)
         # This unit's backward passes alternate with the next unit's forward passes, and the next
         # unit then refills the pipeline.
         row += islice(alternating, 2 * num_pairs - 2)
-        row += islice(remaining_forwards, warm_up - num_pairs + 1)
+        row += islice(remaining_forwards, drain)
     row += islice(alternating, 2 * num_pairs)
     row += remaining_backwards
     return row

@@ -68,7 +68,9 @@ class Generator:
     `--pipeline-schedule NAME`."""
 
     def complete(
-        self, chunks: int | None, options: Mapping[str, Option]
+        self,
+        chunks: int | None,
+        options: Mapping[str, Option],
     ) -> dict[str, Option]:
         """Check the options and fill in defaults.
 
@@ -91,14 +93,17 @@ class Generator:
                 raise ScheduleError(
                     f"{self.name} has no option {key!r}; it has: {keys}"
                 )
-            if value not in self.options[key]:
-                choices = ", ".join(map(str, self.options[key]))
+            values = self.options[key]
+            if value not in values:
+                choices = ", ".join(map(str, values))
                 raise ScheduleError(
                     f"{self.name}: {key} must be one of {choices}, got {value}"
                 )
-        return {
-            key: options.get(key, values[0]) for key, values in self.options.items()
-        }
+        complete_options = {}
+        for key, values in self.options.items():
+            default = values[0]
+            complete_options[key] = options.get(key, default)
+        return complete_options
 
     def flag(self, key: str) -> str:
         """Return the flag for an option."""
@@ -114,8 +119,9 @@ def register(name: str, **settings: Any) -> Callable[[Build], Build]:
 
     def enter(build: Build) -> Build:
         if name in _GENERATORS:
+            first_build = _GENERATORS[name].build
             raise ScheduleError(
-                f"{name} is registered twice, by {_GENERATORS[name].build.__module__} and "
+                f"{name} is registered twice, by {first_build.__module__} and "
                 f"{build.__module__}; rename one of them"
             )
         _GENERATORS[name] = Generator(name=name, build=build, **settings)
@@ -222,7 +228,11 @@ def generate(
         num_passes = change.num_passes(num_passes)
     num_chunks = chunks or generator.num_chunks
     _check_bounds(
-        generator, pp, num_passes, num_chunks, has_slices=num_passes > num_microbatches
+        generator,
+        pp,
+        num_passes,
+        num_chunks,
+        has_slices=num_passes > num_microbatches,
     )
     if generator.twins == 2:
         _check_twins(name, pp, num_microbatches)
@@ -235,11 +245,14 @@ def generate(
         # `slice_scale`, because it refers to the data's micro-batches, while the
         # generator's micro-batches are slices.
         latency = costs.latency * num_passes / num_microbatches
-        arguments.append(replace(costs, latency=latency, slice_scale=()))
+        pass_costs = replace(costs, latency=latency, slice_scale=())
+        arguments.append(pass_costs)
     if generator.searches(pp, num_passes):
         # The cache needs hashable arguments, so convert them to tuples.
         schedule = _searched(
-            generator.build, tuple(arguments), tuple(complete_options.items())
+            generator.build,
+            tuple(arguments),
+            tuple(complete_options.items()),
         )
     else:
         schedule = generator.build(*arguments, **complete_options)
@@ -259,11 +272,16 @@ def _searched(
     return build(*arguments, **dict(options))
 
 
-def _loaded(name: str, pp: int | None, num_microbatches: int | None) -> Schedule:
+def _loaded(
+    name: str,
+    pp: int | None,
+    num_microbatches: int | None,
+) -> Schedule:
     """Return the table in a file."""
     from megatron_ext.schedules.table.table_files import load_csv
 
-    return load_csv(name.removeprefix(CSV_PREFIX), pp, num_microbatches)
+    path = name.removeprefix(CSV_PREFIX)
+    return load_csv(path, pp, num_microbatches)
 
 
 def _check_size(name: str, number: int) -> None:
@@ -305,12 +323,14 @@ def _check_bounds(
             f"{MAX_RANKS}"
         )
     # With twins, the table covers half of the ranks and half of the micro-batches.
-    passes = pp * chunks // generator.twins * (num_microbatches // generator.twins)
+    twins = generator.twins
+    passes = pp * chunks // twins * (num_microbatches // twins)
     max_passes = MAX_PASSES
     if generator.searches(pp, num_microbatches):
         max_passes = MAX_SEARCHED_PASSES
     if passes > max_passes:
-        unit, remedy = "micro-batches", "use fewer"
+        unit = "micro-batches"
+        remedy = "use fewer"
         if has_slices:
             unit = "slices"
             remedy = "use fewer micro-batches or slices (--pipeline-slices lower, or "

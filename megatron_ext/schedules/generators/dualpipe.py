@@ -25,11 +25,24 @@ from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Schedule
 
 
-@register("dualpipe", num_chunks=2, pairs=True, twins=2)
+@register(
+    "dualpipe",
+    num_chunks=2,
+    pairs=True,
+    twins=2,
+)
 def dualpipe(pp: int, num_microbatches: int) -> Schedule:
     """Return the table for one of DualPipe's two mirrored pipelines."""
     # The table covers one of the two pipelines. The other runs the same rows, mirrored.
     num_ranks = pp // 2
     m = num_microbatches // 2
-    folded = placement.mirrored(placement.v(num_ranks), "twin")
-    return Schedule("dualpipe", folded, m, step_lists(num_ranks, m), {"overlap": False})
+    one_way = placement.v(num_ranks)
+    folded = placement.mirrored(one_way, "twin")
+    rows = step_lists(num_ranks, m)
+    return Schedule(
+        "dualpipe",
+        folded,
+        m,
+        rows,
+        options={"overlap": False},
+    )

@@ -28,36 +28,51 @@ from __future__ import annotations
 from megatron_ext.schedules.generators.catalog import register
 from megatron_ext.schedules.generators.patterns import expand, shortened
 from megatron_ext.schedules.table import placement
-from megatron_ext.schedules.table.actions import Action, Row, Schedule
+from megatron_ext.schedules.table.actions import Row, Schedule
 
 
 @register("dualpipe-v", num_chunks=2, pairs=True)
 def dualpipe_v(pp: int, num_microbatches: int) -> Schedule:
     """Return DualPipeV's table."""
     rows = step_lists(pp, num_microbatches)
-    options = {"chunks": 2, "overlap": False}
-    return Schedule("dualpipe-v", placement.v(pp), num_microbatches, rows, options)
+    return Schedule(
+        "dualpipe-v",
+        placement.v(pp),
+        num_microbatches,
+        rows,
+        options={"chunks": 2, "overlap": False},
+    )
 
 
 def step_lists(pp: int, num_microbatches: int) -> tuple[Row, ...]:
     """Return the published steps for all ranks, shortened for fewer than 2pp micro-batches."""
     published = max(num_microbatches, 2 * pp)
-    rows = tuple(_step_list(rank, pp, published) for rank in range(pp))
+    rows = []
+    for rank in range(pp):
+        rows.append(_step_list(rank, pp, published))
     if published == num_microbatches:
-        return rows
+        return tuple(rows)
     return shortened(rows, num_microbatches)
 
 
-def _step_list(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
+def _step_list(
+    rank: int,
+    pp: int,
+    num_microbatches: int,
+) -> Row:
     """Return the published steps for one rank, which runs at least 2pp micro-batches."""
     below = pp - 1 - rank
     half = (rank + 1) // 2
+    stage_up = 2 * pp - 1 - rank
     # As in the published code, the number of full backward passes depends on whether
     # the rank is even or odd.
+    turn = [("B1 B0", half)]
     if rank % 2:
-        turn = [("B1 B0", half), ("I1 I0", rank + 1 - half)]
+        num_split = rank + 1 - half
     else:
-        turn = [("B1 B0", half), ("B1 I0", 1), ("I1 I0", rank - half)]
+        turn.append(("B1 I0", 1))
+        num_split = rank - half
+    turn.append(("I1 I0", num_split))
     phases = (
         # Steps 1 to 3 in the published code: forward passes fill the V, and the first I
         # actions run early.
@@ -73,4 +88,4 @@ def _step_list(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
         ("W I0", below),
         ("W", rank + 1),
     )
-    return expand(phases, (rank, 2 * pp - 1 - rank))
+    return expand(phases, (rank, stage_up))

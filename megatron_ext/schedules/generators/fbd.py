@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import register
+from megatron_ext.schedules.generators.patterns import passes
 from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Action, Row, Schedule
 
@@ -38,7 +39,11 @@ from megatron_ext.schedules.table.actions import Action, Row, Schedule
     listed=False,
     flags="--forward-backward-disaggregating",
 )
-def fbd(pp: int, num_microbatches: int, activations: str = "recompute") -> Schedule:
+def fbd(
+    pp: int,
+    num_microbatches: int,
+    activations: str = "recompute",
+) -> Schedule:
     """Return the table for both roles. Half of the `pp` ranks run forward passes.
 
     Raises:
@@ -55,12 +60,16 @@ def fbd(pp: int, num_microbatches: int, activations: str = "recompute") -> Sched
     rows: list[Row] = []
     for stage in stages:
         # If backward ranks recompute, no rank needs the last stage's output.
-        works = activations == "ship" or stage < stages[-1]
-        rows.append(tuple(Action(stage, "F", m) for m in microbatches if works))
+        is_needed = activations == "ship" or stage < stages[-1]
+        forwards: list[Action] = []
+        if is_needed:
+            forwards = passes(stage, "F", microbatches)
+        rows.append(tuple(forwards))
     for stage in reversed(stages):
         row: list[Action] = []
         for m in microbatches:
-            row += (Action(stage, "R", m), Action(stage, "B", m))
+            row.append(Action(stage, "R", m))
+            row.append(Action(stage, "B", m))
         rows.append(tuple(row))
     return Schedule(
         "fbd",

@@ -18,18 +18,25 @@ summed in micro-batch order, as without a pipeline.
 from __future__ import annotations
 
 from megatron_ext.schedules.generators.catalog import register
+from megatron_ext.schedules.generators.patterns import passes
 from megatron_ext.schedules.table import placement
-from megatron_ext.schedules.table.actions import Action, Schedule
+from megatron_ext.schedules.table.actions import Schedule
 
 
 @register("gpipe")
 def gpipe(pp: int, num_microbatches: int) -> Schedule:
     """Return GPipe's table."""
+    microbatches = range(num_microbatches)
     rows = []
     for rank in range(pp):
-        forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
-        backwards = [Action(rank, "B", i) for i in range(num_microbatches)]
+        forwards = passes(rank, "F", microbatches)
+        backwards = passes(rank, "B", microbatches)
         # Backward passes run in ascending micro-batch order, as in 1F1B, so gradients are summed in
         # the same order as without a pipeline.
         rows.append((*forwards, *backwards))
-    return Schedule("gpipe", placement.linear(pp), num_microbatches, tuple(rows))
+    return Schedule(
+        "gpipe",
+        placement.linear(pp),
+        num_microbatches,
+        tuple(rows),
+    )

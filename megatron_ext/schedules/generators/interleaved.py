@@ -26,9 +26,9 @@ import math
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import register
-from megatron_ext.schedules.generators.patterns import alternate, shortened
+from megatron_ext.schedules.generators.patterns import alternate, passes, shortened
 from megatron_ext.schedules.table import placement
-from megatron_ext.schedules.table.actions import Action, Schedule
+from megatron_ext.schedules.table.actions import Action, Row, Schedule
 
 
 @register(
@@ -38,7 +38,11 @@ from megatron_ext.schedules.table.actions import Action, Schedule
     variants=({"chunks": 2}, {"chunks": 4}),
     flags="--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank {chunks}",
 )
-def interleaved(pp: int, num_microbatches: int, num_chunks: int) -> Schedule:
+def interleaved(
+    pp: int,
+    num_microbatches: int,
+    num_chunks: int,
+) -> Schedule:
     """Return the interleaved 1F1B table.
 
     Raises:
@@ -46,31 +50,45 @@ def interleaved(pp: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """
     if pp < 2:
         raise ScheduleError("interleaved needs at least 2 ranks, got pp 1; use 1f1b")
-    in_whole_groups = math.ceil(num_microbatches / pp) * pp
-    rows = tuple(_row(rank, pp, in_whole_groups, num_chunks) for rank in range(pp))
+    num_groups = math.ceil(num_microbatches / pp)
+    in_whole_groups = num_groups * pp
+    long_rows = []
+    for rank in range(pp):
+        long_row = _row(rank, pp, in_whole_groups, num_chunks)
+        long_rows.append(long_row)
+    rows = tuple(long_rows)
     if in_whole_groups > num_microbatches:
         rows = shortened(rows, num_microbatches)
-    options = {"chunks": num_chunks}
     return Schedule(
-        "interleaved", placement.loop(pp, num_chunks), num_microbatches, rows, options
+        "interleaved",
+        placement.loop(pp, num_chunks),
+        num_microbatches,
+        rows,
+        options={"chunks": num_chunks},
     )
 
 
 def _row(
-    rank: int, pp: int, num_microbatches: int, num_chunks: int
-) -> tuple[Action, ...]:
+    rank: int,
+    pp: int,
+    num_microbatches: int,
+    num_chunks: int,
+) -> Row:
     """Return the order for one rank. The number of micro-batches must be a multiple of pp."""
-    stages = range(rank, pp * num_chunks, pp)
+    num_stages = pp * num_chunks
+    stages = range(rank, num_stages, pp)
     forwards: list[Action] = []
     backwards: list[Action] = []
     for first in range(0, num_microbatches, pp):
         group = range(first, first + pp)
         for stage in stages:
-            forwards += [Action(stage, "F", i) for i in group]
+            forwards += passes(stage, "F", group)
         for stage in reversed(stages):
-            backwards += [Action(stage, "B", i) for i in group]
+            backwards += passes(stage, "B", group)
     # One round of pp forward passes per chunk except the last, plus two forward passes
     # per rank below. One of these two runs while the last chunk's first micro-batch
     # travels down the ranks, the other while its gradient travels back.
-    warm_up = 2 * (pp - 1 - rank) + (num_chunks - 1) * pp
-    return alternate(forwards, backwards, min(warm_up, len(forwards)))
+    below = pp - 1 - rank
+    warm_up = 2 * below + (num_chunks - 1) * pp
+    warm_up = min(warm_up, len(forwards))
+    return alternate(forwards, backwards, warm_up)

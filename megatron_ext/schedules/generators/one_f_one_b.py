@@ -19,20 +19,28 @@ Gradients are summed in micro-batch order, as without a pipeline.
 from __future__ import annotations
 
 from megatron_ext.schedules.generators.catalog import register
-from megatron_ext.schedules.generators.patterns import alternate
+from megatron_ext.schedules.generators.patterns import alternate, passes
 from megatron_ext.schedules.table import placement
-from megatron_ext.schedules.table.actions import Action, Schedule
+from megatron_ext.schedules.table.actions import Schedule
 
 
 @register("1f1b")
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
     """Return 1F1B's table."""
+    microbatches = range(num_microbatches)
     rows = []
     for rank in range(pp):
-        forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
-        backwards = [Action(rank, "B", i) for i in range(num_microbatches)]
+        forwards = passes(rank, "F", microbatches)
+        backwards = passes(rank, "B", microbatches)
         # Run one forward pass for every rank below this one. By then, the first
         # gradient is on its way back.
-        warm_up = min(pp - 1 - rank, num_microbatches)
-        rows.append(alternate(forwards, backwards, warm_up))
-    return Schedule("1f1b", placement.linear(pp), num_microbatches, tuple(rows))
+        below = pp - 1 - rank
+        warm_up = min(below, num_microbatches)
+        row = alternate(forwards, backwards, warm_up)
+        rows.append(row)
+    return Schedule(
+        "1f1b",
+        placement.linear(pp),
+        num_microbatches,
+        tuple(rows),
+    )

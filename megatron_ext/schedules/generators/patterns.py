@@ -12,36 +12,55 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Kind
 
 
+def passes(
+    stage: int,
+    kind: Kind,
+    microbatches: Iterable[int],
+) -> list[Action]:
+    """Return one kind of action on a stage for several micro-batches."""
+    return [Action(stage, kind, microbatch) for microbatch in microbatches]
+
+
 def alternate(
-    forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
-) -> tuple[Action, ...]:
+    forwards: Sequence[Action],
+    backwards: Sequence[Action],
+    warm_up: int,
+) -> Row:
     """Return `warm_up` forward passes, then alternating forward and backward passes."""
     row = list(forwards[:warm_up])
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+    steady_forwards = forwards[warm_up:]
+    for forward, backward in zip(steady_forwards, backwards, strict=False):
         row += (forward, backward)
     # The drain has as many backward passes as the warm-up has forward passes.
-    row += backwards[len(forwards) - warm_up :]
+    num_steady = len(forwards) - warm_up
+    row += backwards[num_steady:]
     return tuple(row)
 
 
-def shortened(rows: Sequence[Row], num_microbatches: int) -> tuple[Row, ...]:
+def shortened(
+    rows: Sequence[Row],
+    num_microbatches: int,
+) -> tuple[Row, ...]:
     """Return the rows of a longer table, truncated to its first micro-batches.
 
     Actions of different micro-batches depend on each other only through their order on a rank, so
     if the longer table completes, so does the shortened one. The shortened table preserves the
     order of the actions and needs no more activations.
     """
-    shorter = []
+    shorter_rows: list[Row] = []
     for row in rows:
-        shorter.append(
-            tuple(action for action in row if action.microbatch < num_microbatches)
-        )
-    return tuple(shorter)
+        shorter_row = []
+        for action in row:
+            if action.microbatch < num_microbatches:
+                shorter_row.append(action)
+        shorter_rows.append(tuple(shorter_row))
+    return tuple(shorter_rows)
 
 
 def expand(
-    phases: Iterable[tuple[str, int]], stages: Sequence[int]
-) -> tuple[Action, ...]:
+    phases: Iterable[tuple[str, int]],
+    stages: Sequence[int],
+) -> Row:
     """Return the row that a list of phases describes.
 
     Args:

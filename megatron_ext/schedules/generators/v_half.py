@@ -36,14 +36,30 @@ if TYPE_CHECKING:
     needs_costs=True,
     searches=lambda _pp, _num_microbatches: True,
 )
-def v_half(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
+def v_half(
+    pp: int,
+    num_microbatches: int,
+    costs: Costs,
+) -> Schedule:
     """Return V-Half's table."""
     folded = placement.v(pp)
-    # Half of ZB-V's cap of 2pp, plus one for each of the two chunks.
-    problem = Problem(folded, num_microbatches, cap=pp + 2, costs=costs)
+    problem = Problem(
+        folded,
+        num_microbatches,
+        # Half of ZB-V's cap of 2pp, plus one for each of the two chunks.
+        cap=pp + 2,
+        costs=costs,
+    )
     variants = [Variant()]
     # There is no formula for the best limit on micro-batches in flight, so try several limits.
-    for limit in spread(pp // 2 + 1, pp + 1):
+    limits = spread(pp // 2 + 1, pp + 1)
+    for limit in limits:
         variants.append(Variant(limit))
     rows = search(problem, variants)
-    return Schedule("v-half", folded, num_microbatches, rows, {"chunks": 2})
+    return Schedule(
+        "v-half",
+        folded,
+        num_microbatches,
+        rows,
+        options={"chunks": 2},
+    )

@@ -19,33 +19,52 @@ Gradients are summed in micro-batch order, as without a pipeline.
 from __future__ import annotations
 
 from megatron_ext.schedules.generators.catalog import register
-from megatron_ext.schedules.generators.patterns import alternate
+from megatron_ext.schedules.generators.patterns import alternate, passes
 from megatron_ext.schedules.table import placement
-from megatron_ext.schedules.table.actions import Action, Schedule
+from megatron_ext.schedules.table.actions import Action, Row, Schedule
 
 
 @register("zb-h1")
 def zb_h1(pp: int, num_microbatches: int) -> Schedule:
     """Return ZB-H1's table."""
-    rows = tuple(_row(rank, pp, num_microbatches) for rank in range(pp))
-    return Schedule("zb-h1", placement.linear(pp), num_microbatches, rows)
+    rows = []
+    for rank in range(pp):
+        rows.append(_row(rank, pp, num_microbatches))
+    return Schedule(
+        "zb-h1",
+        placement.linear(pp),
+        num_microbatches,
+        tuple(rows),
+    )
 
 
-def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
+def _row(
+    rank: int,
+    pp: int,
+    num_microbatches: int,
+) -> Row:
     """Return 1F1B's order, with W after I if memory requires it or no forward pass is left."""
-    forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
-    inputs = [Action(rank, "I", i) for i in range(num_microbatches)]
+    microbatches = range(num_microbatches)
+    forwards = passes(rank, "F", microbatches)
+    inputs = passes(rank, "I", microbatches)
+    below = pp - 1 - rank
+    warm_up = min(below, num_microbatches)
     row: list[Action] = []
-    num_forwards = num_weights = 0
-    for action in alternate(forwards, inputs, min(pp - 1 - rank, num_microbatches)):
+    num_forwards = 0
+    num_weights = 0
+    for action in alternate(forwards, inputs, warm_up):
         row.append(action)
         if action.kind == "F":
             num_forwards += 1
-        # A stage keeps activations for at most pp micro-batches. After the last forward
-        # pass, W delays nothing urgent.
-        elif num_forwards - num_weights >= pp or num_forwards == num_microbatches:
+            continue
+        # A stage keeps activations for at most pp micro-batches.
+        is_full = num_forwards - num_weights >= pp
+        # After the last forward pass, W delays nothing urgent.
+        is_draining = num_forwards == num_microbatches
+        if is_full or is_draining:
             row.append(Action(rank, "W", num_weights))
             num_weights += 1
     # The remaining W actions fill the end of the step, where 1F1B idles.
-    row += (Action(rank, "W", i) for i in range(num_weights, num_microbatches))
+    remaining = microbatches[num_weights:]
+    row += passes(rank, "W", remaining)
     return tuple(row)

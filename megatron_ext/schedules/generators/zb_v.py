@@ -28,7 +28,7 @@ from megatron_ext.schedules.generators.patterns import expand, shortened
 from megatron_ext.schedules.search.greedy import Problem, Rows, Variant, search, spread
 from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table import placement
-from megatron_ext.schedules.table.actions import Action, Schedule
+from megatron_ext.schedules.table.actions import Row, Schedule
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.costs import Costs
@@ -39,45 +39,83 @@ def _is_short(pp: int, num_microbatches: int) -> bool:
     return num_microbatches <= max(2 * pp - 3, pp)
 
 
-@register("zb-v", num_chunks=2, needs_costs=True, searches=_is_short)
-def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
+@register(
+    "zb-v",
+    num_chunks=2,
+    needs_costs=True,
+    searches=_is_short,
+)
+def zb_v(
+    pp: int,
+    num_microbatches: int,
+    costs: Costs,
+) -> Schedule:
     """Return ZB-V's table."""
     if not _is_short(pp, num_microbatches):
-        return _table(pp, num_microbatches, _published_rows(pp, num_microbatches))
-    problem = Problem(placement.v(pp), num_microbatches, cap=2 * pp, costs=costs)
+        return _published_table(pp, num_microbatches)
+    problem = Problem(
+        placement.v(pp),
+        num_microbatches,
+        cap=2 * pp,
+        costs=costs,
+    )
     variants = [Variant()]
     if num_microbatches > pp:
         # The cap admits most but not all of the step's micro-batches. Running I before
         # F then leaves a gap at the end (greedy.py).
         variants.insert(0, Variant(forwards_first=True))
-    for limit in spread(pp // 2 + 1, pp):
+    limits = spread(pp // 2 + 1, pp)
+    for limit in limits:
         variants.append(Variant(limit))
-    searched = _table(pp, num_microbatches, search(problem, variants))
+    rows = search(problem, variants)
+    searched = _table(pp, num_microbatches, rows)
     if num_microbatches <= pp:
         return searched
-    published = _table(pp, num_microbatches, _published_rows(pp, num_microbatches))
+    published = _published_table(pp, num_microbatches)
+
+    def step_time(table: Schedule) -> float:
+        return simulate(table, costs).makespan
+
     # If costs or latencies are unequal, either table may be the shorter one.
-    return min(searched, published, key=lambda table: simulate(table, costs).makespan)
+    return min(searched, published, key=step_time)
 
 
-def _table(pp: int, num_microbatches: int, rows: Rows) -> Schedule:
-    return Schedule("zb-v", placement.v(pp), num_microbatches, rows, {"chunks": 2})
+def _table(
+    pp: int,
+    num_microbatches: int,
+    rows: Rows,
+) -> Schedule:
+    return Schedule(
+        "zb-v",
+        placement.v(pp),
+        num_microbatches,
+        rows,
+        options={"chunks": 2},
+    )
 
 
-def _published_rows(pp: int, num_microbatches: int) -> Rows:
-    """Return the published order for all ranks."""
+def _published_table(pp: int, num_microbatches: int) -> Schedule:
+    """Return the table in the published order."""
     # The phases need at least 2pp - 1 micro-batches. For fewer, shorten the table for
     # 2pp - 1.
     published = max(num_microbatches, 2 * pp - 1)
-    rows = tuple(_row(rank, pp, published) for rank in range(pp))
-    if published == num_microbatches:
-        return rows
-    return shortened(rows, num_microbatches)
+    long_rows = []
+    for rank in range(pp):
+        long_rows.append(_row(rank, pp, published))
+    rows = tuple(long_rows)
+    if published > num_microbatches:
+        rows = shortened(rows, num_microbatches)
+    return _table(pp, num_microbatches, rows)
 
 
-def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
+def _row(
+    rank: int,
+    pp: int,
+    num_microbatches: int,
+) -> Row:
     """Return the published order for one rank, which runs at least 2pp - 1 micro-batches."""
     below = pp - 1 - rank
+    stage_up = 2 * pp - 1 - rank
     phases = (
         # Warm-up: down the V, then as many forward passes as fit in memory, then up the V.
         ("F0", 2 * below + 1),
@@ -92,4 +130,4 @@ def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
         ("W1", rank),
         ("W0", rank),
     )
-    return expand(phases, (rank, 2 * pp - 1 - rank))
+    return expand(phases, (rank, stage_up))

@@ -7,8 +7,8 @@ the order, whereas here, policies choose it as time advances.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
@@ -18,7 +18,7 @@ from megatron_ext.schedules.table.costs import UNIT, Costs
 
 if TYPE_CHECKING:
     from megatron_ext.message import Message
-    from megatron_ext.schedules.search.policies import Policy
+    from megatron_ext.schedules.search.policies import Policy, PolicyFactory
     from megatron_ext.schedules.table.actions import Action, Schedule
 
 
@@ -33,8 +33,25 @@ class _RankEvent(NamedTuple):
     """A tensor (F or B, receiving stage, micro-batch) or its launch notice."""
 
 
+@dataclass
+class _RankState:
+    """What a rank has run so far and what it runs now."""
+
+    policy: Policy
+    actions: list[Action] = field(default_factory=list)
+    """The actions that have run so far, in order."""
+    pairs: set[int] = field(default_factory=set)
+    """The positions in `actions` where a pair starts."""
+    running: Sequence[int] = ()
+    """The table positions of the running action or pair."""
+    host_free: float = 0.0
+    """When the host may choose again."""
+
+
 def simulate_dynamic(
-    schedule: Schedule, policies: Callable[[int], Policy], costs: Costs = UNIT
+    schedule: Schedule,
+    policies: PolicyFactory,
+    costs: Costs = UNIT,
 ) -> Timeline:
     """Return the timeline of a step in which every rank's policy chooses the rank's order.
 
@@ -49,9 +66,9 @@ def simulate_dynamic(
     Raises:
         ScheduleError: The policies stopped choosing before all actions had run.
     """
-    step = _DynamicStep(
-        schedule, [policies(rank) for rank in range(len(schedule.rows))], costs
-    )
+    num_ranks = len(schedule.rows)
+    policy_by_rank = [policies(rank) for rank in range(num_ranks)]
+    step = _DynamicStep(schedule, policy_by_rank, costs)
     step.run()
     return step.timeline()
 
@@ -66,36 +83,32 @@ class _DynamicStep:
     """
 
     def __init__(
-        self, schedule: Schedule, policies: Sequence[Policy], costs: Costs
+        self,
+        schedule: Schedule,
+        policies: Sequence[Policy],
+        costs: Costs,
     ) -> None:
         self._schedule = schedule
         self._costs = costs
-        self._policies = policies
         self._clock = Clock(schedule, costs)
-        ranks = range(len(schedule.rows))
-        # By rank: the actions that have run so far, in order.
-        self._rows: list[list[Action]] = [[] for _ in ranks]
-        # By rank: the positions in that order where a pair starts.
-        self._pairs: list[set[int]] = [set() for _ in ranks]
-        # By rank: the table positions of the running action or pair.
-        self._running: list[Sequence[int]] = [() for _ in ranks]
-        # By rank: when its host may choose again.
-        self._host_free = [0.0 for _ in ranks]
+        self._states = [_RankState(policy) for policy in policies]
         # By tensor: its past or future arrival time.
         self._arrivals: dict[Message, float] = {}
         # Heap of pending events. Every rank starts by making a choice.
-        self._events = [_RankEvent(0.0, True, rank) for rank in ranks]
-        for policy in policies:
+        self._events: list[_RankEvent] = []
+        for rank, policy in enumerate(policies):
+            self._events.append(_RankEvent(0.0, True, rank))
             policy.progress.hears_launches = bool(costs.launch)
 
     def run(self) -> None:
         """Process all events in chronological order."""
         while self._events:
             now, chooses, rank, arrival = heapq.heappop(self._events)
+            state = self._states[rank]
             if arrival is not None:
-                self._policies[rank].progress.arrived(arrival)
+                state.policy.progress.arrived(arrival)
             # Ignore events while the host is busy. A later event wakes the rank.
-            if now < self._host_free[rank]:
+            if now < state.host_free:
                 continue
             if chooses:
                 self._wake(rank, now)
@@ -110,77 +123,103 @@ class _DynamicStep:
         Raises:
             ScheduleError: Some actions did not run.
         """
-        num_left = sum(policy.progress.num_left for policy in self._policies)
+        num_left = 0
+        for state in self._states:
+            num_left += state.policy.progress.num_left
         if num_left:
             raise ScheduleError(
                 f"the policies for {self._schedule.label} never chose {num_left} actions"
             )
-        pairs: tuple[frozenset[int], ...] = ()
-        if any(self._pairs):
-            pairs = tuple(map(frozenset, self._pairs))
-        rows = tuple(map(tuple, self._rows))
+        rows = tuple(tuple(state.actions) for state in self._states)
+        pairs = tuple(frozenset(state.pairs) for state in self._states)
+        if not any(pairs):
+            pairs = ()
         table = replace(self._schedule, rows=rows, pairs=pairs)
-        return Timeline(
-            table, self._costs, tuple(self._clock.starts), tuple(self._clock.ends)
-        )
+        starts = tuple(self._clock.starts)
+        ends = tuple(self._clock.ends)
+        return Timeline(table, self._costs, starts, ends)
 
-    def _push(self, time: float, rank: int, arrival: Message | None = None) -> None:
+    def _push(
+        self,
+        time: float,
+        rank: int,
+        arrival: Message | None = None,
+    ) -> None:
         """Queue a message's arrival or, without a message, a time when a rank may choose."""
-        heapq.heappush(self._events, _RankEvent(time, arrival is None, rank, arrival))
+        chooses = arrival is None
+        event = _RankEvent(time, chooses, rank, arrival)
+        heapq.heappush(self._events, event)
 
     def _wake(self, rank: int, now: float) -> None:
         """Let a rank choose and start an action, unless its policy is still waiting."""
-        policy = self._policies[rank]
+        state = self._states[rank]
+        policy = state.policy
+        progress = policy.progress
         ends = self._clock.ends[rank]
         device_free = ends[-1] if ends else 0.0
-        for position in self._running[rank]:
-            policy.progress.finished(position)
+        for position in state.running:
+            progress.finished(position)
             # The host becomes free when the previous action ends, which is when this action starts.
-            policy.progress.began()
-        self._running[rank] = ()
+            progress.began()
+        state.running = ()
         # Wait for the head of the table as long as the policy requires, unless the
         # choice is already certain while the device is still busy.
         patient_until = device_free + policy.wait()
-        if now < patient_until and not (now < device_free and policy.looks_ahead()):
-            self._push(patient_until, rank)
-            return
+        if now < patient_until:
+            is_certain = now < device_free and policy.looks_ahead()
+            if not is_certain:
+                self._push(patient_until, rank)
+                return
         chosen = policy.choose()
         if chosen is not None:
-            self._running[rank] = policy.with_partner(chosen)
+            state.running = policy.with_partner(chosen)
             self._start(rank, now, device_free)
 
-    def _start(self, rank: int, now: float, device_free: float) -> None:
+    def _start(
+        self,
+        rank: int,
+        now: float,
+        device_free: float,
+    ) -> None:
         """Start the action or pair that a rank has chosen."""
-        row = self._policies[rank].progress.row
-        actions = [row[position] for position in self._running[rank]]
+        state = self._states[rank]
+        row = state.policy.progress.row
+        actions = [row[position] for position in state.running]
         launched = now + self._costs.launch
         begin = max(launched, device_free)
         for action in actions:
             if action.kind != "W":
+                needed = tensor_of(action)
                 # No entry means that the tensor arrived before the rank made its
                 # choice.
-                begin = max(begin, self._arrivals.get(tensor_of(action), 0.0))
+                arrival = self._arrivals.get(needed, 0.0)
+                begin = max(begin, arrival)
         end = self._clock.run(rank, begin, *actions)
         if len(actions) == 2:
-            self._pairs[rank].add(len(self._rows[rank]))
-        self._rows[rank] += actions
+            state.pairs.add(len(state.actions))
+        state.actions += actions
         for action in actions:
             self._send(action, rank, launched, end)
         # If launches take time, the host may launch one action ahead as soon as the
         # previous one has finished.
         previous_end = device_free if self._costs.launch else end
-        self._host_free[rank] = max(launched, previous_end)
-        self._push(self._host_free[rank], rank)
+        state.host_free = max(launched, previous_end)
+        self._push(state.host_free, rank)
 
-    def _send(self, action: Action, rank: int, launched: float, end: float) -> None:
+    def _send(
+        self,
+        action: Action,
+        rank: int,
+        launched: float,
+        end: float,
+    ) -> None:
         """Queue the arrival of an action's results at the ranks that need them."""
-        targets = []
+        targets: list[Action] = []
         for target in self._schedule.feeds(action):
             if self._schedule.travels(action, target):
                 targets.append(target)
-        for target, arrival in zip(
-            targets, self._clock.arrivals(action, end), strict=True
-        ):
+        arrivals = self._clock.arrivals(action, end)
+        for target, arrival in zip(targets, arrivals, strict=True):
             message = tensor_of(target)
             target_rank = self._schedule.placement.rank_of[target.stage]
             noticed = arrival

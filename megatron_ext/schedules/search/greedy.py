@@ -75,22 +75,23 @@ class Problem:
     @property
     def num_slices(self) -> int:
         """Total number of slices across all micro-batches."""
-        return sum(map(len, self.slice_sizes)) or self.num_microbatches * len(
-            self.slices
-        )
+        num_listed = sum(map(len, self.slice_sizes))
+        return num_listed or self.num_microbatches * len(self.slices)
 
     def sizes_of(self, microbatch: int) -> tuple[float, ...]:
         """Return the sizes of the slices in a micro-batch."""
-        return self.slice_sizes[microbatch] if self.slice_sizes else self.slices
+        if self.slice_sizes:
+            return self.slice_sizes[microbatch]
+        return self.slices
 
     def durations_of(self, microbatch: int) -> dict[Kind, list[int]]:
         """Return how many ticks every kind of action takes on one stage, by slice."""
         # Costs apply to 1/pp of the model. A stage is num_ranks * twins / num_stages of
         # that.
-        share = (
-            self.placement.num_ranks * self.placement.twins / self.placement.num_stages
-        )
-        factors = self.costs.factors_of(microbatch, self.sizes_of(microbatch))
+        placement = self.placement
+        share = placement.num_ranks * placement.twins / placement.num_stages
+        sizes = self.sizes_of(microbatch)
+        factors = self.costs.factors_of(microbatch, sizes)
         times: dict[Kind, float] = {
             "F": self.costs.forward,
             "B": self.costs.backward,
@@ -99,9 +100,11 @@ class Problem:
         }
         ticks: dict[Kind, list[int]] = {}
         for kind, time in times.items():
-            ticks[kind] = [
-                round(time * share * factor * _TICKS) for factor in factors[kind]
-            ]
+            stage_time = time * share
+            ticks[kind] = []
+            for factor in factors[kind]:
+                slice_ticks = round(stage_time * factor * _TICKS)
+                ticks[kind].append(slice_ticks)
         return ticks
 
     @property
@@ -118,17 +121,21 @@ class Problem:
         """A lower bound on the makespan: the last rank's start time plus all of its work."""
         num_ranks = self.placement.num_ranks
         # The first micro-batch passes through one stage on every rank before the last.
+        num_above = num_ranks - 1
         forward = self.durations_of(0)["F"][0]
-        delays = self.delays[: num_ranks - 1]
-        start = forward * (num_ranks - 1) + sum(delays)
+        delays = self.delays[:num_above]
+        start = forward * num_above + sum(delays)
         # All micro-batches take the same time, unless their slices differ.
         repeats = 1 if self.slice_sizes else self.num_microbatches
+        num_different = len(self.slice_sizes) or 1
+        kinds = ("F", *self.backwards)
         work = 0
-        for microbatch in range(len(self.slice_sizes) or 1):
+        for microbatch in range(num_different):
             durations = self.durations_of(microbatch)
-            for kind in ("F", *self.backwards):
+            for kind in kinds:
                 work += sum(durations[kind])
-        return start + repeats * work * len(self.placement.stages_of[-1])
+        last_rank_stages = self.placement.stages_of[-1]
+        return start + repeats * work * len(last_rank_stages)
 
 
 class Variant(NamedTuple):
@@ -151,7 +158,8 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
         ScheduleError: The cap is too low for any table.
     """
     num_ranks = problem.placement.num_ranks
-    surplus = max(0, problem.num_microbatches // num_ranks - _PILOT_ROUNDS) * num_ranks
+    rounds = problem.num_microbatches // num_ranks
+    surplus = max(0, rounds - _PILOT_ROUNDS) * num_ranks
     best = None
     # If the micro-batches differ from each other, no shorter table can represent the
     # long one.
@@ -159,7 +167,8 @@ def search(problem: Problem, variants: Sequence[Variant]) -> Rows:
         # Compare the variants on a short table, because comparing them on the long one
         # would take too long. The pipeline reaches its steady state early, so both
         # tables have the same best limit.
-        pilot = replace(problem, num_microbatches=problem.num_microbatches - surplus)
+        num_in_pilot = problem.num_microbatches - surplus
+        pilot = replace(problem, num_microbatches=num_in_pilot)
         best_of_pilot = _best(pilot, variants)
         if best_of_pilot is not None:
             best = _best(problem, [best_of_pilot.variant])
@@ -180,10 +189,15 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
     the training schedule restricts that number. A rank always runs the deepest stage whose input
     has arrived, so micro-batches in flight finish first and few activations are alive.
     """
-    problem = Problem(placement, num_microbatches, math.inf, UNIT, backwards=())
-    return Schedule(
-        "forward-only", placement, num_microbatches, search(problem, [Variant()])
+    problem = Problem(
+        placement,
+        num_microbatches,
+        cap=math.inf,
+        costs=UNIT,
+        backwards=(),
     )
+    rows = search(problem, [Variant()])
+    return Schedule("forward-only", placement, num_microbatches, rows)
 
 
 def slots_for_forward(schedule: Schedule) -> int:
@@ -220,7 +234,10 @@ def slots_for_forward(schedule: Schedule) -> int:
     return slots
 
 
-def _best(problem: Problem, variants: Sequence[Variant]) -> _Attempt | None:
+def _best(
+    problem: Problem,
+    variants: Sequence[Variant],
+) -> _Attempt | None:
     best: _Attempt | None = None
     forwards = problem.placement.num_stages * problem.num_slices
     # The variants differ in their limit on micro-batches in flight. There is no formula
@@ -241,7 +258,8 @@ def _best(problem: Problem, variants: Sequence[Variant]) -> _Attempt | None:
 
 def spread(first: int, last: int) -> list[int]:
     """Return the integers from first to last, or only about ten of them if there are many."""
-    return list(range(first, last + 1, 1 + (last - first) // 12))
+    step = 1 + (last - first) // 12
+    return list(range(first, last + 1, step))
 
 
 Candidate = tuple[Key, Action]
@@ -277,14 +295,17 @@ class _Rank:
         """Return the heap that an action waits in."""
         if action.kind == "F":
             return self.forwards if action.stage else self.entries
-        return self.weights if action.kind == "W" else self.inputs
+        if action.kind == "W":
+            return self.weights
+        return self.inputs
 
     def remove(self, choice: Choice) -> None:
         """Remove the chosen action from `future` or from the top of its heap."""
         if choice in self.future:
             self.future.remove(choice)
         else:
-            heappop(self.heap_of(choice[2]))
+            _, _, action = choice
+            heappop(self.heap_of(action))
 
 
 class _Attempt:
@@ -294,19 +315,21 @@ class _Attempt:
         self.variant = variant
         self._problem = problem
         microbatches = range(problem.num_microbatches)
-        self._sizes = [problem.sizes_of(microbatch) for microbatch in microbatches]
+        num_ranks = problem.placement.num_ranks
+        # By micro-batch: the sizes of its slices.
+        self._sizes = list(map(problem.sizes_of, microbatches))
         self._max_in_flight = problem.num_slices
         if variant.limit is not None:
             self._max_in_flight = variant.limit
         self._in_flight = 0
+        # By micro-batch: how many ticks every kind of action takes, by slice.
         if problem.slice_sizes:
-            self._durations = [
-                problem.durations_of(microbatch) for microbatch in microbatches
-            ]
+            self._durations = list(map(problem.durations_of, microbatches))
         else:
-            self._durations = [problem.durations_of(0)] * problem.num_microbatches
+            durations = problem.durations_of(0)
+            self._durations = [durations] * problem.num_microbatches
         self._delays = problem.delays
-        self._ranks = [_Rank() for _ in range(problem.placement.num_ranks)]
+        self._ranks = [_Rank() for _ in range(num_ranks)]
         # Heap of (tick, rank): when a rank starts the action that it chose.
         self._starts: list[tuple[int, int]] = []
         self.rows: list[list[Action]] = [[] for _ in self._ranks]
@@ -319,10 +342,11 @@ class _Attempt:
     def run(self) -> bool:
         """Place all actions. Return False if the cap makes this impossible."""
         problem = self._problem
-        kinds = 1 + len(problem.backwards)
-        forwards = problem.placement.num_stages * problem.num_slices
-        self._choose(self._release(0, Action(0, "F", 0)))
-        for _ in range(kinds * forwards):
+        num_kinds = 1 + len(problem.backwards)
+        num_forwards = problem.placement.num_stages * problem.num_slices
+        first_rank = self._release(0, Action(0, "F", 0))
+        self._choose(first_rank)
+        for _ in range(num_kinds * num_forwards):
             while True:
                 if not self._starts:
                     return False
@@ -336,9 +360,8 @@ class _Attempt:
                     break
             action = choice[2]
             rank.remove(choice)
-            rank.free = (
-                start + self._durations[action.microbatch][action.kind][action.slice]
-            )
+            durations = self._durations[action.microbatch][action.kind]
+            rank.free = start + durations[action.slice]
             self.rows[number].append(action)
             self._account(rank, action)
             self._follow(number, action)
@@ -369,10 +392,10 @@ class _Attempt:
         backwards = self._problem.backwards
         target = self._problem.placement.target(stage, kind)
         if target is not None:
-            arrival = now + self._delays[min(stage, target)]
-            receiver = self._release(
-                arrival, Action(target, kind, microbatch, slice_index)
-            )
+            lower_stage = min(stage, target)
+            arrival = now + self._delays[lower_stage]
+            next_action = Action(target, kind, microbatch, slice_index)
+            receiver = self._release(arrival, next_action)
             # This action's own rank makes its choice later, in `run`.
             if receiver != number and self._may_prefer(receiver, arrival):
                 self._choose(receiver)
@@ -383,28 +406,39 @@ class _Attempt:
             # The last stage starts a micro-batch's backward pass once all of the
             # micro-batch's forward slices have run.
             if target is None and is_last_slice and backwards:
-                self._release(now, Action(stage, backwards[0], microbatch, slice_index))
+                backward = Action(stage, backwards[0], microbatch, slice_index)
+                self._release(now, backward)
             if stage == 0:
                 self._enter(now, microbatch, slice_index)
             return
         if kind == "I":
-            self._release(now, Action(stage, "W", microbatch, slice_index))
-        if stage == self._problem.placement.num_stages - 1 and slice_index:
-            self._release(now, Action(stage, kind, microbatch, slice_index - 1))
+            weight = Action(stage, "W", microbatch, slice_index)
+            self._release(now, weight)
+        last_stage = self._problem.placement.num_stages - 1
+        if stage == last_stage and slice_index:
+            previous_slice = Action(stage, kind, microbatch, slice_index - 1)
+            self._release(now, previous_slice)
 
-    def _enter(self, now: int, microbatch: int, slice_index: int) -> None:
+    def _enter(
+        self,
+        now: int,
+        microbatch: int,
+        slice_index: int,
+    ) -> None:
         """Release the first stage's forward pass for the next slice or micro-batch."""
         slice_index += 1
         if slice_index == len(self._sizes[microbatch]):
             microbatch += 1
             slice_index = 0
         if microbatch < self._problem.num_microbatches:
-            self._release(now, Action(0, "F", microbatch, slice_index))
+            forward = Action(0, "F", microbatch, slice_index)
+            self._release(now, forward)
 
     def _release(self, time: int, action: Action) -> int:
         """Make an action a candidate on its rank and return the rank."""
         number = self._problem.placement.rank_of[action.stage]
-        self._ranks[number].future.append((time, _priority(action), action))
+        choice = (time, _priority(action), action)
+        self._ranks[number].future.append(choice)
         return number
 
     def _may_prefer(self, number: int, arrival: int) -> bool:
@@ -421,15 +455,19 @@ class _Attempt:
         # Move actions that have become ready into the heaps.
         still_future = []
         for choice in rank.future:
-            if choice[0] <= rank.free:
-                heappush(rank.heap_of(choice[2]), choice[1:])
+            time, priority, action = choice
+            if time <= rank.free:
+                heap = rank.heap_of(action)
+                heappush(heap, (priority, action))
             else:
                 still_future.append(choice)
         rank.future = still_future
         heaps = self._allowed(rank)
         first = None
         for heap in heaps:
-            if heap and (first is None or heap[0] < first):
+            if not heap:
+                continue
+            if first is None or heap[0] < first:
                 first = heap[0]
         if first is not None:
             rank.choice = (rank.free, *first)
@@ -443,7 +481,8 @@ class _Attempt:
                     allowed.append(choice)
             rank.choice = min(allowed, default=None)
         if rank.choice is not None:
-            heappush(self._starts, (rank.choice[0], number))
+            start = rank.choice[0]
+            heappush(self._starts, (start, number))
 
     def _allowed(self, rank: _Rank) -> list[list[Candidate]]:
         """Return the heaps that may contain a rank's next action."""

@@ -26,6 +26,7 @@ from megatron_ext.schedules.search.policies import (
     Hint,
     Patience,
     Policy,
+    PolicyFactory,
     PolicyName,
     activation_cap,
 )
@@ -52,10 +53,15 @@ _DRAWS = 4
 def quiet(costs: Costs = UNIT) -> Costs:
     """Return the costs with a latency and without jitter."""
     latency = costs.latency or _QUIET_LATENCY * costs.forward
-    return replace(costs, latency=latency, jitter=0.0, link_jitter=0.0)
+    return replace(
+        costs,
+        latency=latency,
+        jitter=0.0,
+        link_jitter=0.0,
+    )
 
 
-def _copied(make: Callable[[int], Policy]) -> Callable[[int], Policy]:
+def _copied(make: PolicyFactory) -> PolicyFactory:
     """Return a factory that builds every rank's policy once and copies it for each step."""
     # Building a policy for 96 actions would add 0.2 ms to every step. Copying it takes
     # 0.01 ms.
@@ -75,7 +81,7 @@ def policies(
     weights_fill: bool = False,
     costs: Costs = UNIT,
     stash_ratio: float = 1.0,
-) -> Callable[[int], Policy]:
+) -> PolicyFactory:
     """Return a factory that creates a rank's policy for one step.
 
     Args:
@@ -107,12 +113,14 @@ def policies(
         costs = exchanging(costs)
     cap = activation_cap(schedule, extra_activations, stash_ratio)
     if name != "hint":
-        return _copied(
-            lambda rank: Greedy(schedule, rank, depth_first=name == "depth-first")
-        )
+        depth_first = name == "depth-first"
+        return _copied(lambda rank: Greedy(schedule, rank, depth_first=depth_first))
 
     def hint(
-        rank: int, *, weights_fill: bool, patience: Patience | None = None
+        rank: int,
+        *,
+        weights_fill: bool,
+        patience: Patience | None = None,
     ) -> Hint:
         return Hint(
             schedule,
@@ -127,8 +135,12 @@ def policies(
 
 
 def _best_hint(
-    schedule: Schedule, hint: Callable[..., Hint], costs: Costs, *, weights_fill: bool
-) -> Callable[[int], Policy]:
+    schedule: Schedule,
+    hint: Callable[..., Hint],
+    costs: Costs,
+    *,
+    weights_fill: bool,
+) -> PolicyFactory:
     """Return a factory for the fastest strategy that is not slower on quiet links."""
     at_once = _copied(lambda rank: hint(rank, weights_fill=weights_fill))
     calm = quiet(costs)
@@ -137,13 +149,16 @@ def _best_hint(
     if schedule.slice_sizes and weights_fill:
         return at_once
     static = simulate(schedule, calm)
+
     # A rank waits as long as in the simulated static order, plus a small margin. It
     # therefore runs ahead only if a message is late. Otherwise, the step takes as long
     # as in the static order. In total, a rank waits no longer than its bubble in the
     # table plus one margin per action.
-    patiently = _copied(
-        lambda rank: hint(rank, weights_fill=False, patience=waits_of(static, rank))
-    )
+    def patient_hint(rank: int) -> Hint:
+        patience = waits_of(static, rank)
+        return hint(rank, weights_fill=False, patience=patience)
+
+    patiently = _copied(patient_hint)
     # A rank that never waits finds few partners for pairs.
     if schedule.pairs or schedule.slice_sizes:
         return patiently
@@ -153,14 +168,13 @@ def _best_hint(
     # bitpipe), this saves more time than running ahead costs.
     filling = _copied(lambda rank: hint(rank, weights_fill=True))
 
-    def loses_nothing(policy: Callable[[int], Policy]) -> bool:
+    def loses_nothing(policy: PolicyFactory) -> bool:
         # The tolerance absorbs rounding errors, because durations are summed in a
         # different order.
-        return simulate_dynamic(schedule, policy, calm).makespan <= static.makespan * (
-            1 + 1e-9
-        )
+        longest = static.makespan * (1 + 1e-9)
+        return simulate_dynamic(schedule, policy, calm).makespan <= longest
 
-    def time_with_jitter(policy: Callable[[int], Policy]) -> float:
+    def time_with_jitter(policy: PolicyFactory) -> float:
         total = 0.0
         for seed in range(_DRAWS):
             jittery = replace(calm, jitter=_JITTER, seed=seed)
@@ -182,10 +196,13 @@ def waits_of(static: Timeline, rank: int) -> Patience:
     # A pair saves the difference between the time of its two actions run separately and
     # the time of the pair.
     durations = list(map(clock.time_of, row))
-    gains = [0.0] * len(row) if pairs else []
+    gains: list[float] = []
+    if pairs:
+        gains = [0.0] * len(row)
     for index in pairs:
         alone = durations[index] + durations[index + 1]
-        gains[index] = alone - (ends[index] - starts[index])
+        together = ends[index] - starts[index]
+        gains[index] = alone - together
     waits = []
     free = 0.0
     for start, end in zip(starts, ends, strict=True):
@@ -222,12 +239,16 @@ def gains(schedule: Schedule, costs: Costs = UNIT) -> Gains:
     simulate_hint = _hint_simulator(schedule, costs)
 
     def ratio(link_costs: Costs) -> float:
-        return (
-            simulate(schedule, link_costs).makespan / simulate_hint(link_costs).makespan
-        )
+        static = simulate(schedule, link_costs)
+        dynamic = simulate_hint(link_costs)
+        return static.makespan / dynamic.makespan
 
-    late = [ratio(_late(costs, seed)) for seed in range(_DRAWS)]
-    return Gains(ratio(quiet(costs)), mean(late))
+    ratios_of_late_links = []
+    for seed in range(_DRAWS):
+        link_costs = _late(costs, seed)
+        ratios_of_late_links.append(ratio(link_costs))
+    ratio_of_quiet_links = ratio(quiet(costs))
+    return Gains(ratio_of_quiet_links, mean(ratios_of_late_links))
 
 
 def while_late(timeline: Timeline) -> tuple[Timeline, Timeline]:
@@ -235,16 +256,25 @@ def while_late(timeline: Timeline) -> tuple[Timeline, Timeline]:
     schedule = timeline.schedule
     costs = _late(timeline.costs, 0)
     static = simulate(schedule, costs)
-    dynamic = _hint_simulator(schedule, timeline.costs)(costs)
+    simulate_hint = _hint_simulator(schedule, timeline.costs)
+    dynamic = simulate_hint(costs)
     named = replace(dynamic.schedule, name=f"{schedule.name} --use-dpp")
     return static, replace(dynamic, schedule=named)
 
 
 def _late(costs: Costs, seed: int) -> Costs:
-    return replace(costs, latency=_LATE * costs.forward, link_jitter=1.0, seed=seed)
+    return replace(
+        costs,
+        latency=_LATE * costs.forward,
+        link_jitter=1.0,
+        seed=seed,
+    )
 
 
-def _hint_simulator(schedule: Schedule, costs: Costs) -> Callable[[Costs], Timeline]:
+def _hint_simulator(
+    schedule: Schedule,
+    costs: Costs,
+) -> Callable[[Costs], Timeline]:
     """Return a function that simulates a table under `--use-dpp`, with a policy for these costs."""
     # As in training, a dynamic order splits backward passes so that W can fill gaps.
     split = split_backwards(schedule)

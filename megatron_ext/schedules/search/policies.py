@@ -20,7 +20,7 @@ import heapq
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -59,7 +59,13 @@ class Policy(ABC):
     patience: Patience | None = None
     """If None, the policy never waits for the head."""
 
-    def __init__(self, schedule: Schedule, rank: int, *, pairs: bool) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        *,
+        pairs: bool,
+    ) -> None:
         self.progress = Progress(schedule, rank)
         self._runs_pairs = pairs
 
@@ -99,16 +105,23 @@ class Policy(ABC):
 
     def _partners(self, index: int) -> list[int] | None:
         """Return the heap whose first action may be this action's partner, or None."""
-        action = self.progress.row[index]
         progress = self.progress
+        action = progress.row[index]
         if not self._runs_pairs or action.kind == "W":
             return None
         partners = progress.backwards if action.kind == "F" else progress.forwards
+        if not partners:
+            return None
+        partner = progress.row[partners[0]]
         # A micro-batch's backward pass needs its forward pass, so the two cannot run as
         # a pair.
-        if not partners or progress.row[partners[0]].microbatch == action.microbatch:
+        if partner.microbatch == action.microbatch:
             return None
         return partners
+
+
+PolicyFactory = Callable[[int], Policy]
+"""Returns a rank's policy for one step."""
 
 
 class Curve:
@@ -120,16 +133,21 @@ class Curve:
     """
 
     def __init__(self, changes: Sequence[float]) -> None:
-        self._size = 1 << len(changes).bit_length()
-        padding = [0] * (self._size - len(changes))
-        self._sum: list[float] = [0] * self._size + [*changes, *padding]
-        self._top: list[float] = [max(0, change) for change in self._sum]
+        num_changes = len(changes)
+        self._size = 1 << num_changes.bit_length()
+        sums: list[float] = [0] * (2 * self._size)
         # Leaves start at `_size`. A node's children are 2 * node and 2 * node + 1.
+        end = self._size + num_changes
+        sums[self._size : end] = changes
+        tops = [max(0, change) for change in sums]
         for node in range(self._size - 1, 0, -1):
             left = 2 * node
-            right = 2 * node + 1
-            self._sum[node] = self._sum[left] + self._sum[right]
-            self._top[node] = max(self._top[left], self._sum[left] + self._top[right])
+            right = left + 1
+            sums[node] = sums[left] + sums[right]
+            top_of_right = sums[left] + tops[right]
+            tops[node] = max(tops[left], top_of_right)
+        self._sum = sums
+        self._top = tops
 
     def for_next_step(self) -> Curve:
         """Return a copy for another step."""
@@ -198,11 +216,18 @@ class Hint(Policy):
         stash_ratio: float = 1.0,
     ) -> None:
         self._pairs = schedule.pairs_of(rank)
-        super().__init__(schedule, rank, pairs=bool(self._pairs))
-        # I replaces the activations with a weight stash, which may be larger.
-        self._changes = {"F": 1, "B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
+        has_pairs = bool(self._pairs)
+        super().__init__(schedule, rank, pairs=has_pairs)
+        self._changes = {
+            "F": 1,
+            "B": -1,
+            # I replaces the activations with a weight stash, which may be larger.
+            "I": stash_ratio - 1,
+            "W": -stash_ratio,
+        }
         self._sizes_of = schedule.sizes_of
-        self._remaining = Curve([self._change(action) for action in self.progress.row])
+        changes = list(map(self._change, self.progress.row))
+        self._remaining = Curve(changes)
         self.cap = cap
         self.live: float = 0
         self.patience = patience
@@ -269,43 +294,52 @@ class Hint(Policy):
 
     def with_partner(self, index: int) -> tuple[int, ...]:
         """Return the chosen action and, unless it follows its input, its partner."""
-        positions = (index,) if self._follows else super().with_partner(index)
+        positions: tuple[int, ...] = (index,)
+        if not self._follows:
+            positions = super().with_partner(index)
         # The chosen action's change has already been removed, so `take` returns 0 for
         # that action.
-        self.live += sum(map(self._remaining.take, positions))
+        changes = map(self._remaining.take, positions)
+        self.live += sum(changes)
         return positions
 
     def _partners(self, index: int) -> list[int] | None:
         """Return the heap whose first action may be this action's partner, or None."""
         partners = super()._partners(index)
-        if partners is None or not self._is_admissible(partners[0]):
+        if partners is None:
+            return None
+        partner = partners[0]
+        if not self._is_admissible(partner):
             return None
         # In a pair, the forward pass allocates its activations before the backward pass frees any.
         row = self.progress.row
         change = self._change(row[index])
-        partner_change = self._change(row[partners[0]])
+        partner_change = self._change(row[partner])
         peak = self.live - change + partner_change
-        return partners if peak <= self.cap else None
+        if peak > self.cap:
+            return None
+        return partners
 
     def _lacks_partner(self) -> bool:
         """Return whether the head has a partner in the table but no partner is ready."""
         head = self._head
-        return (
-            head in self._pairs
-            and not self.progress.done[head + 1]
-            and not self._partners(head)
-        )
+        if head not in self._pairs:
+            return False
+        partner_in_table = head + 1
+        if self.progress.done[partner_in_table]:
+            return False
+        return not self._partners(head)
 
     def _change(self, action: Action) -> float:
-        return (
-            self._changes[action.kind] * self._sizes_of(action.microbatch)[action.slice]
-        )
+        sizes = self._sizes_of(action.microbatch)
+        return self._changes[action.kind] * sizes[action.slice]
 
     def _runs_head(self) -> bool:
         """Return whether the head is ready, or can follow its input when nothing is ready."""
         if self.progress.is_ready(self._head):
             return True
-        return self._follower() == self._head and self._first() is None
+        can_follow = self._follower() == self._head
+        return can_follow and self._first() is None
 
     def _follower(self) -> int | None:
         """Return an admissible action whose missing inputs have all been launched."""
@@ -335,15 +369,15 @@ class Hint(Policy):
             best = []
         # If a B was split, its W has no position in the table, so it runs when nothing
         # else can.
-        if weights and not self._weights_fill and (not best or weights[0] < best[0]):
-            best = weights
+        if weights and not self._weights_fill:
+            is_earlier = not best or weights[0] < best[0]
+            if is_earlier:
+                best = weights
         # Forward passes come last, because they always require querying the curve.
-        if (
-            forwards
-            and (not best or forwards[0] < best[0])
-            and self._is_admissible(forwards[0])
-        ):
-            best = forwards
+        if forwards:
+            is_earlier = not best or forwards[0] < best[0]
+            if is_earlier and self._is_admissible(forwards[0]):
+                best = forwards
         return best or weights or None
 
     def _is_admissible(self, index: int) -> bool:
@@ -356,10 +390,12 @@ class Hint(Policy):
         # the first unfinished action in a global order that respects data dependencies
         # and the table. Everything before it has run, so it is its rank's head, and its
         # input exists.
-        change = self._change(self.progress.row[index])
+        action = self.progress.row[index]
+        change = self._change(action)
         if change <= 0 or index == self._head:
             return True
-        return self.live + self._remaining.top(index) + change <= self.cap
+        peak = self.live + self._remaining.top(index) + change
+        return peak <= self.cap
 
 
 class Greedy(Policy):
@@ -375,7 +411,13 @@ class Greedy(Policy):
             chunk.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, *, depth_first: bool) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        *,
+        depth_first: bool,
+    ) -> None:
 
         def preference(action: Action) -> tuple[int, int, int]:
             # Backward passes traverse the chunks in reverse, so reverse their preference.
@@ -390,10 +432,12 @@ class Greedy(Policy):
             return depth, action.microbatch, slice_turn
 
         # `Progress` offers the first ready action by position, so sort the row by preference.
+        preferred_row = sorted(schedule.rows[rank], key=preference)
         rows = list(schedule.rows)
-        rows[rank] = tuple(sorted(rows[rank], key=preference))
+        rows[rank] = tuple(preferred_row)
         table = replace(schedule, rows=tuple(rows), pairs=())
-        super().__init__(table, rank, pairs=bool(schedule.pairs))
+        has_pairs = bool(schedule.pairs)
+        super().__init__(table, rank, pairs=has_pairs)
         self._backward_next = True
 
     def looks_ahead(self) -> bool:
@@ -417,7 +461,9 @@ class Greedy(Policy):
 
 
 def activation_cap(
-    schedule: Schedule, extra_activations: int = 0, stash_ratio: float = 1.0
+    schedule: Schedule,
+    extra_activations: int = 0,
+    stash_ratio: float = 1.0,
 ) -> float:
     """Return the cap that `hint` uses on all ranks: a number of activations, counted per stage.
 
@@ -431,16 +477,26 @@ def activation_cap(
     # rank with the highest peak determines how much the job needs. Besides, the last
     # ranks in 1F1B and interleaved tables keep far fewer activations than the first
     # ranks, so separate caps would never let them run ahead.
-    slices, sizes = schedule.slices, schedule.slice_sizes
-    peak = max(most_alive(row, stash_ratio, slices, sizes) for row in schedule.rows)
-    return peak + extra_activations * max(map(len, schedule.placement.stages_of))
+    peaks = []
+    for row in schedule.rows:
+        peak = most_alive(
+            row,
+            stash_ratio,
+            schedule.slices,
+            schedule.slice_sizes,
+        )
+        peaks.append(peak)
+    stages_per_rank = max(map(len, schedule.placement.stages_of))
+    return max(peaks) + extra_activations * stages_per_rank
 
 
 _MAX_SLOTS = 1024  # an arena's limit (csrc/core/arena.h)
 
 
 def arena_slots(
-    table: Schedule, extra_activations: int | None = None, stash_ratio: float = 1.0
+    table: Schedule,
+    extra_activations: int | None = None,
+    stash_ratio: float = 1.0,
 ) -> int:
     """Return the number of slots for two ranks: twice the peak of messages in flight between them.
 
@@ -454,13 +510,15 @@ def arena_slots(
     """
     extra_slots = 0
     if extra_activations is not None:
-        lowest_peak = min(most_alive(row, slices=table.slices) for row in table.rows)
-        beyond_peak = (
-            activation_cap(table, extra_activations, stash_ratio) - lowest_peak
-        )
+        cap = activation_cap(table, extra_activations, stash_ratio)
+        peaks = [most_alive(row, slices=table.slices) for row in table.rows]
+        beyond_peak = cap - min(peaks)
         extra_slots = math.ceil(beyond_peak / min(table.slices))
+    report = validate(table)
     slots_by_ranks: dict[frozenset[int], int] = defaultdict(int)
-    for (source, target, _), slots in validate(table).slots.items():
-        slots_by_ranks[frozenset((source, target))] += slots + extra_slots
+    for (source, target, _), slots in report.slots.items():
+        ranks = frozenset((source, target))
+        slots_by_ranks[ranks] += slots + extra_slots
     peak = max(slots_by_ranks.values(), default=1)
-    return min(max(2, 2 * peak), _MAX_SLOTS)
+    num_slots = max(2, 2 * peak)
+    return min(num_slots, _MAX_SLOTS)

@@ -29,16 +29,17 @@ class Progress:
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.row = schedule.rows[rank]
+        num_actions = len(self.row)
         # By position: 1 if the action has run.
-        self.done = bytearray(len(self.row))
-        self.num_left = len(self.row)
+        self.done = bytearray(num_actions)
+        self.num_left = num_actions
         # Heaps of ready positions, one per kind of action.
         self.forwards: list[int] = []
         self.backwards: list[int] = []
         self.weights: list[int] = []
         # By position: the number of tensors and actions that the action still waits
         # for.
-        self._missing = [0] * len(self.row)
+        self._missing = [0] * num_actions
         # By position: how many of these tensors and actions have not been launched yet.
         self._unlaunched: list[int] = []
         # Tensors that have been launched but have not arrived yet.
@@ -57,14 +58,15 @@ class Progress:
         """The number of these messages that have not arrived yet."""
         # By position: the rank that produces the action's input, or None if no input
         # comes from another stage.
-        self._sources: list[int | None] = [None] * len(self.row)
+        self._sources: list[int | None] = [None] * num_actions
         # By position: the heap for the action's kind.
         self._heap_of = self._heaps()
         self._connect(schedule)
         self._unlaunched = list(self._missing)
-        for index, missing in enumerate(self._missing):
-            if not missing:
-                heapq.heappush(self._heap_of[index], index)
+        for index, num_missing in enumerate(self._missing):
+            if not num_missing:
+                heap = self._heap_of[index]
+                heapq.heappush(heap, index)
 
     def for_next_step(self) -> Progress:
         """Return a copy for another step that shares everything that is constant during a step."""
@@ -95,17 +97,21 @@ class Progress:
 
     def _connect(self, schedule: Schedule) -> None:
         """Record the dependencies between actions."""
-        position = {action: index for index, action in enumerate(self.row)}
+        position = {}
+        for index, action in enumerate(self.row):
+            position[action] = index
         rank_of = schedule.placement.rank_of
         for index, action in enumerate(self.row):
             for needed in schedule.needs(action):
                 if schedule.travels(needed, action):
-                    self._takers[tensor_of(action)] = index
+                    tensor = tensor_of(action)
+                    self._takers[tensor] = index
                     self._missing[index] += 1
                     self.num_outstanding += 1
                     self._sources[index] = rank_of[needed.stage]
                 else:
-                    self._order(position[needed], index)
+                    before = position[needed]
+                    self._order(before, index)
         self._order_gradients()
         self._order_forwards(last_stage=schedule.num_stages - 1)
 
@@ -124,12 +130,13 @@ class Progress:
         # By stage and kind of gradient (I or W): the positions of the actions that
         # contribute to it, in order.
         sums: dict[tuple[int, str], list[int]] = defaultdict(list)
-        for index in sorted(range(len(self.row)), key=turn):
-            stage, kind, *_ = self.row[index]
-            if kind in ("B", "I"):
-                sums[stage, "I"].append(index)
-            if kind in ("B", "W"):
-                sums[stage, "W"].append(index)
+        indices = range(len(self.row))
+        for index in sorted(indices, key=turn):
+            action = self.row[index]
+            if action.kind in ("B", "I"):
+                sums[action.stage, "I"].append(index)
+            if action.kind in ("B", "W"):
+                sums[action.stage, "W"].append(index)
         for positions in sums.values():
             for before, after in pairwise(positions):
                 self._order(before, after)
@@ -142,12 +149,14 @@ class Progress:
                 forwards[action.stage].append(index)
         # Some losses are averaged over replicas by a collective in the last stage's forward pass,
         # so all replicas must run the last stage's forward passes in the same order.
-        for before, after in pairwise(forwards.get(last_stage, [])):
+        on_last_stage = forwards.get(last_stage, [])
+        for before, after in pairwise(on_last_stage):
             self._order(before, after)
         # Every stage starts with the same forward pass as in the table, as required by
         # `check_first_gradients`.
-        for first, *following in forwards.values():
-            for after in following:
+        for positions in forwards.values():
+            first = positions[0]
+            for after in positions[1:]:
                 self._order(first, after)
 
     def _order(self, before: int, after: int) -> None:
@@ -166,7 +175,8 @@ class Progress:
     def launched(self, message: Message) -> None:
         """Record that another rank has launched the computation of all of a message's parts."""
         self._launched.add(message)
-        self._unlaunched[self._takers[message]] -= 1
+        index = self._takers[message]
+        self._unlaunched[index] -= 1
 
     def arrived(self, message: Message) -> None:
         """Record that all of a message's parts have arrived.
@@ -207,9 +217,9 @@ class Progress:
         Actions take about the same time on all ranks, so an action that is launched after this one
         has started ends after this one as well.
         """
-        return not self.hears_launches or not self._launched_before.isdisjoint(
-            self._launched
-        )
+        if not self.hears_launches:
+            return True
+        return not self._launched_before.isdisjoint(self._launched)
 
     def follow(self, index: int) -> None:
         """Record that an action is chosen before it is ready, so that it follows its inputs."""
@@ -232,10 +242,14 @@ class Progress:
         if len(takers) != 1:
             return None
         index = takers.pop()
-        is_first = index == head or self._sources[index] == self._sources[head]
-        return index if is_first and not self._unlaunched[index] else None
+        sources = self._sources
+        is_first = index == head or sources[index] == sources[head]
+        if not is_first or self._unlaunched[index]:
+            return None
+        return index
 
     def _supply(self, index: int) -> None:
         self._missing[index] -= 1
         if not self._missing[index]:
-            heapq.heappush(self._heap_of[index], index)
+            heap = self._heap_of[index]
+            heapq.heappush(heap, index)

@@ -40,6 +40,11 @@ class Post(NamedTuple):
     is_behind_inputs: bool
     """Whether the receive starts only after that action's inputs have been received."""
 
+    @property
+    def turn(self) -> tuple[int, bool]:
+        """A sort key: receives start in ascending order of it."""
+        return self.before, self.is_behind_inputs
+
 
 class _Moment(NamedTuple):
     """A message's position in the total order."""
@@ -59,6 +64,13 @@ class _Departure(NamedTuple):
 
     moment: _Moment
     sends: list[Transfer]
+
+
+class _Arrival(NamedTuple):
+    """A receive and its message's position in the total order."""
+
+    moment: _Moment
+    transfer: Transfer
 
 
 class MessageOrder:
@@ -91,7 +103,9 @@ class MessageOrder:
                     senders[target].add(source)
         rank_of = self._schedule.placement.rank_of
         for bypass in self._schedule.bypasses:
-            senders[rank_of[bypass.taker]].add(rank_of[bypass.stage])
+            source = rank_of[bypass.stage]
+            target = rank_of[bypass.taker]
+            senders[target].add(source)
         return senders
 
     def exchanges(self, rank: int) -> tuple[Exchange, ...]:
@@ -107,13 +121,17 @@ class MessageOrder:
         departures = []
         ends = self._timeline.ends[rank]
         begins = self._schedule.begins(rank)
-        for index, exchange in zip(begins, self.exchanges(rank), strict=True):
+        rank_exchanges = self.exchanges(rank)
+        for index, exchange in zip(begins, rank_exchanges, strict=True):
             sends = _sends(exchange)
             # An action that sends nothing sorts before all messages that are sent at
             # the same time.
-            first = sends[0].message if sends else Message("B", -1, -1)
+            first = Message("B", -1, -1)
+            if sends:
+                first = sends[0].message
             crosses = any(send.to_twin for send in sends)
-            departures.append(_Departure(_Moment(ends[index], first, crosses), sends))
+            moment = _Moment(ends[index], first, crosses)
+            departures.append(_Departure(moment, sends))
         self._departures[rank] = departures
         return departures
 
@@ -123,20 +141,14 @@ class MessageOrder:
         `leads` marks the twin that sends before it receives.
         """
         starts_in_row = self._timeline.starts[rank]
-        starts = [starts_in_row[index] for index in self._schedule.begins(rank)]
+        begins = self._schedule.begins(rank)
+        starts = [starts_in_row[index] for index in begins]
         departures = []
         for moment, _ in self._departures_of(rank):
-            departures.append(moment._replace(answers=moment.answers and not leads))
-        arrivals = []
-        for source in sorted(self._senders[rank]):
-            for moment, sends in self._departures_of(source):
-                for number, send in enumerate(sends):
-                    if send.peer == rank:
-                        answers = moment.answers and leads == send.to_twin
-                        arrival = moment._replace(answers=answers, number=number)
-                        transfer = Transfer("RECV", send.message, source, send.to_twin)
-                        arrivals.append((arrival, transfer))
+            answers = moment.answers and not leads
+            departures.append(moment._replace(answers=answers))
         posts = []
+        arrivals = self._arrivals(rank, leads=leads)
         for moment, transfer in sorted(arrivals):
             # Place the receive between the sends before and after it in the total
             # order, so that no two ranks wait for each other.
@@ -144,22 +156,44 @@ class MessageOrder:
             # If a message is sent after that action has begun, receive it after the
             # action's inputs. In a single queue, an earlier receive would hold up the
             # action.
-            is_behind_inputs = index < len(starts) and starts[index] < moment.time
+            is_behind_inputs = False
+            if index < len(starts):
+                is_behind_inputs = starts[index] < moment.time
             posts.append(Post(transfer, index, is_behind_inputs))
         return posts
+
+    def _arrivals(self, rank: int, *, leads: bool) -> list[_Arrival]:
+        """Return everything that a rank receives, sender by sender."""
+        arrivals = []
+        for source in sorted(self._senders[rank]):
+            for moment, sends in self._departures_of(source):
+                for number, send in enumerate(sends):
+                    if send.peer != rank:
+                        continue
+                    answers = moment.answers and leads == send.to_twin
+                    arrivals.append(
+                        _Arrival(
+                            moment._replace(answers=answers, number=number),
+                            Transfer("RECV", send.message, source, send.to_twin),
+                        )
+                    )
+        return arrivals
 
 
 def _with_equal_slices(schedule: Schedule) -> Schedule:
     """Return the table with slices that all take time, even those of empty micro-batches."""
     if not schedule.slice_sizes:
         return schedule
-    return replace(
-        schedule, slice_sizes=tuple((1.0,) * len(s) for s in schedule.slice_sizes)
-    )
+    slice_sizes = tuple((1.0,) * len(sizes) for sizes in schedule.slice_sizes)
+    return replace(schedule, slice_sizes=slice_sizes)
 
 
 def _sends(exchange: Exchange) -> list[Transfer]:
-    return [transfer for transfer in exchange.all_outputs if transfer.verb == "SEND"]
+    sends = []
+    for transfer in exchange.all_outputs:
+        if transfer.verb == "SEND":
+            sends.append(transfer)
+    return sends
 
 
 Place = tuple[int, int]
@@ -183,7 +217,8 @@ class Meeting(NamedTuple):
 
 
 def programs(
-    schedule: Schedule, order: MessageOrder | None = None
+    schedule: Schedule,
+    order: MessageOrder | None = None,
 ) -> dict[Place, list[Meeting]]:
     """Return every rank's messages, for both twins, in the order in which the rank starts them.
 
@@ -193,15 +228,19 @@ def programs(
         ScheduleError: An action needs a message before the rank starts to receive it.
     """
     order = order or MessageOrder(schedule)
+    twins = range(schedule.placement.twins)
+    ranks = range(len(schedule.rows))
     started: dict[Place, list[Meeting]] = {}
-    for twin, rank in product(
-        range(schedule.placement.twins), range(len(schedule.rows))
-    ):
+    for twin, rank in product(twins, ranks):
         started[twin, rank] = _program(order, twin, rank)
     return started
 
 
-def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
+def _program(
+    order: MessageOrder,
+    twin: int,
+    rank: int,
+) -> list[Meeting]:
     """Return a rank's messages in the order in which the rank starts them.
 
     Raises:
@@ -209,22 +248,21 @@ def _program(order: MessageOrder, twin: int, rank: int) -> list[Meeting]:
     """
     place = twin, rank
     started: list[Meeting] = []
-    posts = deque(order.posts(rank, leads=twin == 0))
+    is_leading_twin = twin == 0
+    posts = deque(order.posts(rank, leads=is_leading_twin))
     posted: set[Message] = set()
     for index, exchange in enumerate(order.exchanges(rank)):
         for behind_inputs in (False, True):
             # First start the receives that precede the action, then those that wait for
             # its inputs.
-            while posts and (posts[0].before, posts[0].is_behind_inputs) <= (
-                index,
-                behind_inputs,
-            ):
+            while posts and posts[0].turn <= (index, behind_inputs):
                 transfer = posts.popleft().transfer
                 posted.add(transfer.message)
                 source = _other_end(twin, transfer)
                 started.append(Meeting(source, place, transfer.message))
             for needed in exchange.all_inputs:
-                if needed.verb == "RECV" and needed.message not in posted:
+                is_received = needed.verb == "RECV"
+                if is_received and needed.message not in posted:
                     raise ScheduleError(
                         f"{exchange.action} on rank {rank} needs {needed.message} before its "
                         "receive starts; use --pipeline-transport auto"
@@ -242,7 +280,10 @@ def _other_end(twin: int, transfer: Transfer) -> Place:
     return twin, transfer.peer
 
 
-def check_queues(schedule: Schedule, order: MessageOrder | None = None) -> None:
+def check_queues(
+    schedule: Schedule,
+    order: MessageOrder | None = None,
+) -> None:
     """Check that a table completes even if every rank runs everything in a single queue.
 
     `order` is the table's message order. If None, it is computed.
@@ -253,7 +294,10 @@ def check_queues(schedule: Schedule, order: MessageOrder | None = None) -> None:
     check_meetings(schedule.label, programs(schedule, order))
 
 
-def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> None:
+def check_meetings(
+    label: str,
+    programs: Mapping[Place, Sequence[Meeting]],
+) -> None:
     """Check that all ranks finish even if every sender waits for its receiver.
 
     Raises:
@@ -268,7 +312,10 @@ def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> N
     for program in programs.values():
         ends.update(program)
     # A message without a sender or a receiver waits forever.
-    stuck = [meeting for meeting, count in ends.items() if count != 2]
+    stuck = []
+    for meeting, num_ends in ends.items():
+        if num_ends != 2:
+            stuck.append(meeting)
     # Annotate the variable, because `TopologicalSorter[Meeting]()` fails on Python 3.10.
     order: TopologicalSorter[Meeting] = TopologicalSorter()
     for program in programs.values():
@@ -278,10 +325,11 @@ def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> N
         order.prepare()
     except CycleError as error:
         # `graphlib` repeats a cycle's first message at the end.
-        stuck += error.args[1][1:]
+        cycle = error.args[1]
+        stuck += cycle[1:]
     if stuck:
+        examples = "; ".join(map(str, stuck[:4]))
         raise ScheduleError(
-            f"{label} deadlocks where messages are matched by their order: "
-            + "; ".join(map(str, stuck[:4]))
-            + "; use --pipeline-transport auto"
+            f"{label} deadlocks where messages are matched by their order: {examples}; use "
+            "--pipeline-transport auto"
         )

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Kind, Link, Schedule
 
 
+Bar = tuple["Action", float, float]
+"""(action, start, end)."""
+
+
 class _PairExchanges(NamedTuple):
     """All-to-all time in a rank's pairs, in the unit of the costs."""
 
@@ -52,20 +56,23 @@ class Timeline:
     @cached_property
     def makespan(self) -> float:
         """Time from the start of the first action to the end of the last one."""
-        return max((row[-1] for row in self.ends if row), default=0.0)
+        last_ends = [row[-1] for row in self.ends if row]
+        return max(last_ends, default=0.0)
 
     @cached_property
     def ideal(self) -> float:
         """The work on the busiest rank, which is the makespan if no rank ever waits."""
-        busy = []
-        for rank, (starts, ends) in enumerate(zip(self.starts, self.ends, strict=True)):
+        work_by_rank = []
+        times = zip(self.starts, self.ends, strict=True)
+        for rank, (starts, ends) in enumerate(times):
             # A pair's two actions span the same time, which must be counted only once.
-            counted_twice = [
-                ends[index] - starts[index] for index in self.schedule.pairs_of(rank)
-            ]
+            counted_twice = []
+            for index in self.schedule.pairs_of(rank):
+                counted_twice.append(ends[index] - starts[index])
             durations = map(sub, ends, starts)
-            busy.append(sum(durations, 0.0) - sum(counted_twice))
-        return max(busy)
+            work = sum(durations, 0.0) - sum(counted_twice)
+            work_by_rank.append(work)
+        return max(work_by_rank)
 
     @cached_property
     def _exchanges_of_pairs(self) -> list[_PairExchanges]:
@@ -73,12 +80,16 @@ class Timeline:
         clock = Clock(self.schedule, self.costs)
         by_rank = []
         for rank, row in enumerate(self.schedule.rows):
-            total = hidden = 0.0
+            starts = self.starts[rank]
+            ends = self.ends[rank]
+            total = 0.0
+            hidden = 0.0
             for index in self.schedule.pairs_of(rank):
                 pair = row[index : index + 2]
                 total += sum(map(clock.all_to_all_of, pair))
+                # The time that the pair saves over running its actions one by one.
                 hidden += sum(map(clock.time_of, pair))
-                hidden -= self.ends[rank][index] - self.starts[rank][index]
+                hidden -= ends[index] - starts[index]
             by_rank.append(_PairExchanges(total, hidden))
         return by_rank
 
@@ -92,7 +103,8 @@ class Timeline:
         total = sum(exchanges)
         if not total:
             return 0.0
-        return sum(pairs.hidden for pairs in self._exchanges_of_pairs) / total
+        hidden_time = sum(pairs.hidden for pairs in self._exchanges_of_pairs)
+        return hidden_time / total
 
     @property
     def hidden_in_pairs(self) -> tuple[float, ...]:
@@ -100,14 +112,16 @@ class Timeline:
         return tuple(exchanges.hidden_share for exchanges in self._exchanges_of_pairs)
 
     @cached_property
-    def bars(self) -> list[list[tuple[Action, float, float]]]:
+    def bars(self) -> list[list[Bar]]:
         """By rank, for both twins: the actions to draw with their start and end times."""
         bars = []
         for rank, row in enumerate(literal_rows(self.schedule)):
+            # The second twin's ranks have the same times as the ranks that they mirror.
             source = table_rank(self.schedule, rank)
-            bars.append(
-                list(zip(row, self.starts[source], self.ends[source], strict=True))
-            )
+            starts = self.starts[source]
+            ends = self.ends[source]
+            rank_bars = zip(row, starts, ends, strict=True)
+            bars.append(list(rank_bars))
         return bars
 
     @property
@@ -139,19 +153,23 @@ class Timeline:
     @cached_property
     def keys_and_values(self) -> float:
         """Peak keys and values of sliced micro-batches on any rank, or 0 without slices."""
-        return max(measure(self.schedule).keys_and_values, default=0.0)
+        memory = measure(self.schedule)
+        return max(memory.keys_and_values, default=0.0)
 
     @property
     def messages(self) -> int:
         """Total number of activations and gradients sent between ranks per step."""
-        if self.schedule.disaggregated:
+        schedule = self.schedule
+        if schedule.disaggregated:
             # There is one slot per message, because all messages can be in flight at
             # once.
-            return sum(slots_needed(self.schedule).values())
-        crossing = sum(hop != "local" for hop in self.schedule.placement.hops)
-        return (
-            2 * crossing * self.schedule.total_microbatches * self.schedule.num_slices
-        )
+            slots = slots_needed(schedule)
+            return sum(slots.values())
+        hops = schedule.placement.hops
+        num_crossing = sum(hop != "local" for hop in hops)
+        num_passes = schedule.total_microbatches * schedule.num_slices
+        # Activations go down, and gradients come back.
+        return 2 * num_crossing * num_passes
 
 
 def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
@@ -174,21 +192,29 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     launched = [0.0] * len(rows)
     ran = [[0.0] * AHEAD for _ in rows]
 
-    def visit(rank: int, index: int, arrived: Any) -> float | list[float]:
-        action = rows[rank][index]
+    def visit(
+        rank: int,
+        index: int,
+        arrived: Any,
+    ) -> float | list[float]:
+        row = rows[rank]
+        action = row[index]
+        partner = None
         rank_ends = ends[rank]
         begin = rank_ends[-1] if index else 0.0
         # `walk` passes two values for a pair and one for a single action.
-        partner = rows[rank][index + 1] if type(arrived) is tuple else None
-        if partner is not None:
+        if type(arrived) is tuple:
+            partner = row[index + 1]
             # `filter` also drops times of 0.0, which is harmless because nothing starts earlier.
-            arrived = max(filter(None, arrived), default=None)
+            times = filter(None, arrived)
+            arrived = max(times, default=None)
         if arrived is not None and arrived > begin:
             begin = arrived
         if launch:
             # The host launches an action once at most AHEAD - 1 earlier actions are
             # still running.
-            launched[rank] = max(launched[rank], ran[rank][-AHEAD]) + launch
+            admitted_at = ran[rank][-AHEAD]
+            launched[rank] = max(launched[rank], admitted_at) + launch
             begin = max(begin, launched[rank])
         end = run(rank, begin, action, partner)
         if launch:
@@ -209,7 +235,8 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     if walk(schedule, visit):
         check_for_deadlock(schedule)
         raise AssertionError(f"{schedule.label} stopped, but no cycle was found")
-    return Timeline(schedule, costs, tuple(clock.starts), tuple(ends))
+    starts = tuple(clock.starts)
+    return Timeline(schedule, costs, starts, tuple(ends))
 
 
 def _first_arrival(clock: Clock, action: Action, end: float) -> float:
@@ -225,7 +252,8 @@ def fastest(tables: Iterable[Schedule], costs: Costs) -> Schedule:
         timeline = simulate(table, costs)
         # Rounding errors may make equal times differ. Round them so that memory breaks
         # ties.
-        return round(timeline.makespan, 9), timeline.peak_activations
+        time = round(timeline.makespan, 9)
+        return time, timeline.peak_activations
 
     return min(tables, key=time_and_memory)
 
@@ -245,22 +273,28 @@ class Clock:
         if costs.jitter or costs.microbatch_scale or schedule.num_slices > 1:
             self._factors = costs.action_factors(schedule)
         self._hides = costs.hides
-        self._exchanges = costs.exchanges or (costs.all_to_all,) * schedule.num_stages
+        # By stage: the share of all-to-all.
+        self._exchanges = costs.exchanges
+        if not self._exchanges:
+            self._exchanges = (costs.all_to_all,) * schedule.num_stages
         self._latency = costs.latency
         # By direction and message. None means that all factors are 1.
-        self._link_factors = costs.link_factors(schedule) if costs.link_jitter else None
+        self._link_factors = None
+        if costs.link_jitter:
+            self._link_factors = costs.link_factors(schedule)
         self.is_free = not (costs.latency or schedule.disaggregated)
         """Whether every message arrives when its action ends."""
         # By an action's kind and stage: the links to all receivers. None: links have no
         # latency.
         self._links: dict[Kind, list[list[Link | None]]] = {}
         for kind, outputs_by_stage in schedule.links.items():
-            self._links[kind] = []
+            links_by_stage = []
             for outputs in outputs_by_stage:
                 links: list[Link | None] = [None] * len(outputs)
                 if costs.latency:
                     links = [output.link for output in outputs]
-                self._links[kind].append(links)
+                links_by_stage.append(links)
+            self._links[kind] = links_by_stage
 
     def time_of(self, action: Action) -> float:
         """Return how long an action takes when it runs alone."""
@@ -268,23 +302,29 @@ class Clock:
         time = self._durations[kind][stage]
         if self._factors is not None:
             number = microbatch * self._num_slices + slice_index
-            time *= self._factors[kind][stage * self._slices_in_step + number]
+            index = stage * self._slices_in_step + number
+            time *= self._factors[kind][index]
         return time
 
     def all_to_all_of(self, action: Action) -> float:
         """Return how much of an action's time is all-to-all, which weight gradients do not need."""
-        if not self._exchanges[action.stage] or action.kind == "W":
+        stage = action.stage
+        exchange = self._exchanges[stage]
+        if not exchange or action.kind == "W":
             return 0.0
         share = 1.0
         # In B, only the I part includes all-to-all.
         if action.kind == "B":
-            share = (
-                self._durations["I"][action.stage] / self._durations["B"][action.stage]
-            )
-        return self._exchanges[action.stage] * share * self.time_of(action)
+            input_time = self._durations["I"][stage]
+            share = input_time / self._durations["B"][stage]
+        return exchange * share * self.time_of(action)
 
     def run(
-        self, rank: int, now: float, action: Action, partner: Action | None = None
+        self,
+        rank: int,
+        now: float,
+        action: Action,
+        partner: Action | None = None,
     ) -> float:
         """Run an action or a pair starting at `now` and return when it ends."""
         if partner is not None:
@@ -295,23 +335,33 @@ class Clock:
         return end
 
     def _run_pair(
-        self, rank: int, now: float, forward: Action, backward: Action
+        self,
+        rank: int,
+        now: float,
+        forward: Action,
+        backward: Action,
     ) -> float:
         """Run a pair starting at `now` and return when its two actions end.
 
         Layers are paired one to one, and the larger stage's surplus layers run alone.
         """
-        time = exchange = compute = 0.0
+        # `time` covers all layers, the other two only paired layers.
+        time = 0.0
+        exchange = 0.0
+        compute = 0.0
         # A stage's forward time is proportional to its number of layers.
-        layers = [self._durations["F"][action.stage] for action in (forward, backward)]
-        for action, stage_layers in zip((forward, backward), layers, strict=True):
-            paired_share = min(layers) / stage_layers
-            alone = self.time_of(action)
-            time += alone
-            exchange += paired_share * self.all_to_all_of(action)
-            compute += paired_share * (alone - self.all_to_all_of(action))
+        layers = self._durations["F"]
+        paired_layers = min(layers[forward.stage], layers[backward.stage])
+        for action in (forward, backward):
+            paired_share = paired_layers / layers[action.stage]
+            action_time = self.time_of(action)
+            action_exchange = self.all_to_all_of(action)
+            time += action_time
+            exchange += paired_share * action_exchange
+            compute += paired_share * (action_time - action_exchange)
         # Whichever takes longer, communication or computation, hides the other.
-        end = now + time - self._hides * min(exchange, compute)
+        hidden = self._hides * min(exchange, compute)
+        end = now + time - hidden
         self.starts[rank] += (now, now)
         self.ends[rank] += (end, end)
         return end

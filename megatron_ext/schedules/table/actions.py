@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_ext.errors import ScheduleError
@@ -68,7 +68,12 @@ class Action(NamedTuple):
                 f"micro-batch, as in 2F0"
             )
         stage, kind, microbatch, slice_index = match.groups(default="0")
-        return cls(int(stage), kind, int(microbatch), int(slice_index))  # type: ignore[arg-type]
+        return cls(
+            int(stage),
+            kind,  # type: ignore[arg-type]
+            int(microbatch),
+            int(slice_index),
+        )
 
 
 Row = tuple[Action, ...]
@@ -130,7 +135,11 @@ class Bypass(NamedTuple):
     def message(self, action: Action) -> Message:
         """Return the message for an action's micro-batch and slice."""
         return Message(
-            self.kind, self.stage, action.microbatch, action.slice, int(self.to_twin)
+            self.kind,
+            self.stage,
+            action.microbatch,
+            action.slice,
+            int(self.to_twin),
         )
 
 
@@ -183,7 +192,9 @@ class Schedule:
     @cached_property
     def num_slices(self) -> int:
         """Maximum number of slices per micro-batch, or 1 if no micro-batch is cut."""
-        return max(map(len, self.slice_sizes), default=len(self.slices))
+        if self.slice_sizes:
+            return max(map(len, self.slice_sizes))
+        return len(self.slices)
 
     def num_slices_of(self, microbatch: int) -> int:
         """Return the number of slices in a micro-batch."""
@@ -191,7 +202,9 @@ class Schedule:
 
     def sizes_of(self, microbatch: int) -> tuple[float, ...]:
         """Return the sizes of a micro-batch's slices, relative to the longest micro-batch."""
-        return self.slice_sizes[microbatch] if self.slice_sizes else self.slices
+        if self.slice_sizes:
+            return self.slice_sizes[microbatch]
+        return self.slices
 
     @property
     def slices_in_step(self) -> int:
@@ -229,7 +242,8 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether any backward pass is split into I and W."""
-        return any(action.kind == "I" for row in self.rows for action in row)
+        all_actions = chain.from_iterable(self.rows)
+        return any(action.kind == "I" for action in all_actions)
 
     def pairs_of(self, rank: int) -> frozenset[int]:
         """Return the positions in a rank's row where a pair starts."""
@@ -238,19 +252,20 @@ class Schedule:
     def begins(self, rank: int) -> list[int]:
         """Return the positions in a rank's row where a single action or a pair starts."""
         pairs = self.pairs_of(rank)
-        return [
-            index for index in range(len(self.rows[rank])) if index - 1 not in pairs
-        ]
+        num_actions = len(self.rows[rank])
+        return [index for index in range(num_actions) if index - 1 not in pairs]
 
     def cells(self, rank: int) -> Iterator[str]:
         """Yield every action or pair on a rank as text, in the format that `parse_row` reads."""
         row = self.rows[rank]
         pairs = self.pairs_of(rank)
         for index in self.begins(rank):
+            action = row[index]
             if index in pairs:
-                yield f"({row[index]};{row[index + 1]})OVERLAP_F_B"
+                partner = row[index + 1]
+                yield f"({action};{partner})OVERLAP_F_B"
             else:
-                yield str(row[index])
+                yield str(action)
 
     # Cached, because `needs` and `feeds` use it for every action.
     @cached_property
@@ -289,11 +304,13 @@ class Schedule:
             return tuple(needed)
         # The backward pass reads the activations that F keeps or, if the roles are
         # separate, R.
-        needed.append(action._replace(kind="R" if self.disaggregated else "F"))
+        keeper_kind: Kind = "R" if self.disaggregated else "F"
+        needed.append(action._replace(kind=keeper_kind))
         if source is not None:
             needed.append(self._backward(action, source))
         if slice_index + 1 < self.num_slices_of(action.microbatch):
-            needed.append(self._backward(action._replace(slice=slice_index + 1), stage))
+            next_slice = action._replace(slice=slice_index + 1)
+            needed.append(self._backward(next_slice, stage))
         return tuple(needed)
 
     def feeds(self, action: Action) -> tuple[Action, ...]:
@@ -324,17 +341,17 @@ class Schedule:
             if kind == "I":
                 fed.append(action._replace(kind="W"))
             if slice_index:
-                fed.append(
-                    self._backward(action._replace(slice=slice_index - 1), stage)
-                )
+                previous_slice = action._replace(slice=slice_index - 1)
+                fed.append(self._backward(previous_slice, stage))
         return tuple(fed)
 
     def travels(self, source: Action, target: Action) -> bool:
         """Return whether the result that `target` needs leaves the stage or rank of `source`."""
-        rank_for = self.placement.rank_for
-        return source.stage != target.stage or rank_for(*source[:2]) != rank_for(
-            *target[:2]
-        )
+        if source.stage != target.stage:
+            return True
+        source_rank = self.placement.rank_for(source.stage, source.kind)
+        target_rank = self.placement.rank_for(target.stage, target.kind)
+        return source_rank != target_rank
 
     @cached_property
     def links(self) -> Mapping[Kind, Sequence[Sequence[Output]]]:
@@ -343,32 +360,38 @@ class Schedule:
         All micro-batches have the same outputs, so this stays small for tables with millions of
         actions.
         """
-        rank_for = self.placement.rank_for
-        links: dict[Kind, list[list[Output]]] = {kind: [] for kind in KINDS}
-        for kind, stage in product(KINDS, range(self.num_stages)):
-            action = Action(stage, kind, 0)
-            outputs = []
-            for fed in self.feeds(action):
-                if not self.travels(action, fed):
-                    continue
-                link: Link | None = (
-                    rank_for(stage, kind),
-                    rank_for(fed.stage, fed.kind),
-                )
-                # `hops` does not cover a stage's two roles, which are on different
-                # ranks.
-                if (
-                    fed.stage != stage
-                    and self.placement.hops[min(fed.stage, stage)] == "local"
-                ):
-                    link = None
-                outputs.append(Output(fed, link))
-            links[kind].append(outputs)
+        links: dict[Kind, list[list[Output]]] = {}
+        for kind in KINDS:
+            links[kind] = []
+            for stage in range(self.num_stages):
+                action = Action(stage, kind, 0)
+                links[kind].append(self._outputs(action))
         return links
+
+    def _outputs(self, action: Action) -> list[Output]:
+        """Return what an action sends to other stages or ranks."""
+        placement = self.placement
+        rank = placement.rank_for(action.stage, action.kind)
+        outputs = []
+        for target in self.feeds(action):
+            if not self.travels(action, target):
+                continue
+            target_rank = placement.rank_for(target.stage, target.kind)
+            link: Link | None = (rank, target_rank)
+            # `hops` does not cover a stage's two roles, which are on different
+            # ranks.
+            if target.stage != action.stage:
+                lower_stage = min(target.stage, action.stage)
+                if placement.hops[lower_stage] == "local":
+                    link = None
+            outputs.append(Output(target, link))
+        return outputs
 
     def _backward(self, action: Action, stage: int) -> Action:
         """Return a stage's backward pass for an action's micro-batch and slice."""
-        kind: Kind = "I" if (stage, *action[2:]) in self.split else "B"
+        kind: Kind = "B"
+        if (stage, action.microbatch, action.slice) in self.split:
+            kind = "I"
         return action._replace(stage=stage, kind=kind)
 
     def runs_forward(self, stage: int) -> bool:
@@ -384,29 +407,33 @@ class Schedule:
 
         An index after the last action marks the end of the row.
         """
-        texts = [str(action) for action in self.rows[rank]]
+        row = self.rows[rank]
+        texts = [str(action) for action in row]
         if index == len(texts):
             texts.append("end")
         texts[index] = f">>{texts[index]}<<"
-        first, last = max(0, index - context), index + context
+        first = max(0, index - context)
+        last = index + context
         cells = texts[first : last + 1]
         if first > 0:
             cells.insert(0, "...")
-        if last < len(self.rows[rank]):
+        if last < len(row):
             cells.append("...")
         return f"rank {rank}, action {index}: {' '.join(cells)}"
 
     @property
     def label(self) -> str:
         """The name and options to display, for example `bitpipe order=zb`."""
-        return " ".join(
-            [self.name, *(f"{key}={value}" for key, value in self.options.items())]
-        )
+        words = [self.name]
+        for key, value in self.options.items():
+            words.append(f"{key}={value}")
+        return " ".join(words)
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the table. At start-up, ranks compare digests to verify that tables match."""
-        sha = hashlib.sha256(repr((self.placement, self.num_microbatches)).encode())
+        shape = (self.placement, self.num_microbatches)
+        sha = hashlib.sha256(repr(shape).encode())
         if self.bypasses:
             sha.update(repr(self.bypasses).encode())
         if self.slice_sizes:
@@ -414,5 +441,6 @@ class Schedule:
         elif self.num_slices > 1:
             sha.update(repr(self.slices).encode())
         for rank in range(len(self.rows)):
-            sha.update(",".join(self.cells(rank)).encode() + b"\n")
+            row_text = ",".join(self.cells(rank)) + "\n"
+            sha.update(row_text.encode())
         return sha.hexdigest()

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Bypass, Kind, Row, Schedule
     from megatron_ext.schedules.table.placement import Hop
 
+    _BypassesByPlace = dict[tuple[str, int], list[Bypass]]
+    """By (kind of message, stage that sends or receives it)."""
+
 
 class Transfer(NamedTuple):
     """A message that arrives (RECV), leaves (SEND) or stays local for the next stage (LOCAL)."""
@@ -77,7 +80,9 @@ class Exchange(NamedTuple):
 
 
 def exchanges(
-    schedule: Schedule, rank: int, window: int | None = None
+    schedule: Schedule,
+    rank: int,
+    window: int | None = None,
 ) -> tuple[Exchange, ...]:
     """Return a rank's exchanges, one per action or pair in its row, in order.
 
@@ -92,7 +97,8 @@ def exchanges(
     for index in schedule.begins(rank):
         exchange = messages.exchange(row[index])
         if index in pairs:
-            exchange = exchange._replace(partner=messages.exchange(row[index + 1]))
+            partner = messages.exchange(row[index + 1])
+            exchange = exchange._replace(partner=partner)
         row_exchanges.append(exchange)
     return tuple(row_exchanges)
 
@@ -103,12 +109,13 @@ class _Messages:
     def __init__(self, schedule: Schedule, window: int | None) -> None:
         self._schedule = schedule
         self._window = window
-        # By (kind of message, stage that sends or receives it).
-        self._sent_bypasses: dict[tuple[str, int], list[Bypass]] = defaultdict(list)
-        self._received_bypasses: dict[tuple[str, int], list[Bypass]] = defaultdict(list)
+        self._sent_bypasses: _BypassesByPlace = defaultdict(list)
+        self._received_bypasses: _BypassesByPlace = defaultdict(list)
         for bypass in schedule.bypasses:
-            self._sent_bypasses[bypass.kind, bypass.stage].append(bypass)
-            self._received_bypasses[bypass.kind, bypass.taker].append(bypass)
+            sending_place = (bypass.kind, bypass.stage)
+            self._sent_bypasses[sending_place].append(bypass)
+            receiving_place = (bypass.kind, bypass.taker)
+            self._received_bypasses[receiving_place].append(bypass)
         # By kind and stage. All micro-batches and slices have the same messages, and
         # deriving them for every action would take ten times as long.
         self._patterns: dict[tuple[Kind, int], Exchange] = {}
@@ -118,7 +125,8 @@ class _Messages:
         stage, kind, microbatch, slice_index = action
         place = (kind, stage)
         if place not in self._patterns:
-            self._patterns[place] = self._pattern(Action(stage, kind, 0))
+            first_action = Action(stage, kind, 0)
+            self._patterns[place] = self._pattern(first_action)
         pattern = self._patterns[place]
         return Exchange(
             action,
@@ -136,7 +144,8 @@ class _Messages:
         for needed in self._schedule.needs(action):
             if self._schedule.travels(needed, action):
                 inputs.append(self._transfer("RECV", needed, action, peer=needed))
-        place = (_BYPASS_KIND.get(action.kind, ""), action.stage)
+        bypass_kind = _BYPASS_KIND.get(action.kind, "")
+        place = (bypass_kind, action.stage)
         for bypass in self._received_bypasses.get(place, ()):
             inputs.append(
                 self._past_stages("RECV", bypass, action, peer_stage=bypass.stage)
@@ -149,7 +158,11 @@ class _Messages:
             outputs.append(
                 self._past_stages("SEND", bypass, action, peer_stage=bypass.taker)
             )
-        return Exchange(action, inputs=tuple(inputs), outputs=tuple(outputs))
+        return Exchange(
+            action,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+        )
 
     def _transfer(
         self,
@@ -165,13 +178,13 @@ class _Messages:
         # `placement.hops` does not cover a stage's two roles, which are on different
         # ranks.
         if source.stage != target.stage:
-            hop = placement.hops[min(source.stage, target.stage)]
-        return Transfer(
-            "LOCAL" if hop == "local" else verb,
-            tensor_of(target),
-            placement.rank_for(peer.stage, peer.kind),
-            to_twin=hop == "twin",
-        )
+            lower_stage = min(source.stage, target.stage)
+            hop = placement.hops[lower_stage]
+        tensor = tensor_of(target)
+        peer_rank = placement.rank_for(peer.stage, peer.kind)
+        if hop == "local":
+            return Transfer("LOCAL", tensor, peer_rank)
+        return Transfer(verb, tensor, peer_rank, to_twin=hop == "twin")
 
     def _past_stages(
         self,
@@ -182,25 +195,32 @@ class _Messages:
         peer_stage: int,
     ) -> Transfer:
         """Return a bypass's transfer as seen by the rank that runs `action`."""
-        peer = self._schedule.placement.rank_for(peer_stage, _BYPASS_ENDS[bypass.kind])
-        return Transfer(verb, bypass.message(action), peer, bypass.to_twin)
+        placement = self._schedule.placement
+        peer_kind = _BYPASS_ENDS[bypass.kind]
+        return Transfer(
+            verb,
+            bypass.message(action),
+            placement.rank_for(peer_stage, peer_kind),
+            bypass.to_twin,
+        )
 
     def _awaited_credits(self, action: Action) -> tuple[Transfer, ...]:
         stage, kind, microbatch, _ = action
+        if self._window is None or kind != "F":
+            return ()
         # The first `window` forward passes need no credit, because the forward rank may
         # run that far ahead.
-        if self._window is None or kind != "F" or microbatch < self._window:
+        if microbatch < self._window:
             return ()
         backward_rank = self._schedule.placement.rank_for(stage, "R")
-        return (Transfer("RECV", Message("C", stage, microbatch), backward_rank),)
+        credit = Message("C", stage, microbatch)
+        return (Transfer("RECV", credit, backward_rank),)
 
     def _granted(self, action: Action) -> tuple[Transfer, ...]:
         stage, kind, microbatch, _ = action
-        if (
-            self._window is None
-            or kind != "R"
-            or not self._schedule.runs_forward(stage)
-        ):
+        if self._window is None or kind != "R":
+            return ()
+        if not self._schedule.runs_forward(stage):
             return ()
         granted = microbatch + self._window
         # No forward pass waits for a credit beyond the last micro-batch, so such a
@@ -208,17 +228,24 @@ class _Messages:
         if granted >= self._schedule.num_microbatches:
             return ()
         forward_rank = self._schedule.placement.rank_for(stage, "F")
-        return (Transfer("SEND", Message("C", stage, granted), forward_rank),)
+        credit = Message("C", stage, granted)
+        return (Transfer("SEND", credit, forward_rank),)
 
 
 def _renamed(
-    transfers: Sequence[Transfer], microbatch: int, slice_index: int
+    transfers: Sequence[Transfer],
+    microbatch: int,
+    slice_index: int,
 ) -> tuple[Transfer, ...]:
     """Return micro-batch 0's transfers, renamed for another micro-batch and slice."""
     renamed = []
     for verb, message, peer, to_twin in transfers:
         name = Message(
-            message.kind, message.stage, microbatch, slice_index, message.part
+            message.kind,
+            message.stage,
+            microbatch,
+            slice_index,
+            message.part,
         )
         renamed.append(Transfer(verb, name, peer, to_twin))
     return tuple(renamed)
@@ -233,11 +260,14 @@ _BYPASS_ENDS = {"P": "F", "G": "B"}
 
 def tensor_of(action: Action) -> Message:
     """Return the message that carries the activation or gradient that an action needs."""
-    kind: MessageKind = "F" if action.kind in ("F", "R") else "B"
+    needs_activation = action.kind in ("F", "R")
+    kind: MessageKind = "F" if needs_activation else "B"
     return Message(kind, action.stage, action.microbatch, action.slice)
 
 
 def reduction_order(row: Row) -> tuple[int, ...]:
     """Return the stages in a row in the order in which their gradients are completed."""
-    last_index = {action.stage: index for index, action in enumerate(row)}
+    last_index: dict[int, int] = {}
+    for index, action in enumerate(row):
+        last_index[action.stage] = index
     return tuple(sorted(last_index, key=last_index.__getitem__))

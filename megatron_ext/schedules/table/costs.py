@@ -17,7 +17,8 @@ in the device's queue. With only one, the device would idle between actions. Mor
 more memory for no benefit."""
 
 # Durations in this range add up without visible rounding errors, even in the largest tables.
-SHORTEST, _LONGEST = 1e-9, 1e9
+SHORTEST = 1e-9
+_LONGEST = 1e9
 MAX_ATTENTION = 1 - 2**-20
 """The largest supported attention share."""
 
@@ -80,7 +81,8 @@ class Costs:
             )
         _check_time("link latency", self.latency)
         _check_time("launch time", self.launch)
-        for scale in (*self.microbatch_scale, *chain.from_iterable(self.slice_scale)):
+        slice_scales = chain.from_iterable(self.slice_scale)
+        for scale in (*self.microbatch_scale, *slice_scales):
             _check_time("micro-batch factors", scale)
         _check_share("attention", self.attention)
         _check_share("all-to-all", self.all_to_all)
@@ -133,8 +135,10 @@ class Costs:
     def in_forwards(self) -> Costs:
         """Return the costs for `--pipeline-costs`: rounded, and relative to a forward pass."""
         times = (self.input, self.weight, self.latency)
-        shares = [f"{time / self.forward:.3g}" for time in times]
-        return Costs.parse(",".join(["1", *shares]))
+        numbers = ["1"]
+        for time in times:
+            numbers.append(f"{time / self.forward:.3g}")
+        return Costs.parse(",".join(numbers))
 
     @property
     def backward(self) -> float:
@@ -153,7 +157,11 @@ class Costs:
             ScheduleError: `stages` does not contain times for every stage.
         """
         share = schedule.pp / schedule.num_stages
-        even = (share * self.forward, share * self.input, share * self.weight)
+        even = (
+            share * self.forward,
+            share * self.input,
+            share * self.weight,
+        )
         stages = self.stages or (even,) * schedule.num_stages
         if len(stages) != schedule.num_stages:
             raise ScheduleError(
@@ -182,10 +190,11 @@ class Costs:
         attention.
         """
         ends = list(accumulate(slices, initial=0.0))
-        # Attention over the tokens up to x costs x^2.
-        return self._factors(
-            slices, [end * end - start * start for start, end in pairwise(ends)]
-        )
+        squares = []
+        for start, end in pairwise(ends):
+            # Attention over the tokens up to x costs x^2.
+            squares.append(end * end - start * start)
+        return self._factors(slices, squares)
 
     def _factors(
         self, slices: Sequence[float], squares: Sequence[float]
@@ -204,8 +213,9 @@ class Costs:
         factors: dict[Kind, list[float]] = {}
         for kind, share in attention.items():
             factors[kind] = []
+            linear_share = 1 - share
             for tokens, square in zip(slices, squares, strict=True):
-                factors[kind].append(share * square + (1 - share) * tokens)
+                factors[kind].append(share * square + linear_share * tokens)
         return factors
 
     def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
@@ -220,9 +230,9 @@ class Costs:
         count = schedule.num_stages * schedule.slices_in_step
         # Every kind has its own seed, so splitting backward passes does not change the
         # factors of forward passes.
-        factors = {
-            kind: self._jitter_factors(self.jitter, kind, count) for kind in KINDS
-        }
+        factors: dict[Kind, list[float]] = {}
+        for kind in KINDS:
+            factors[kind] = self._jitter_factors(self.jitter, kind, count)
         scales = self.microbatch_scale or (1.0,) * schedule.num_microbatches
         if len(scales) != schedule.num_microbatches:
             raise ScheduleError(
@@ -256,9 +266,12 @@ class Costs:
             return self.slice_factors(sizes)
         # Whatever a slice costs beyond its tokens is attention, no matter which samples
         # it belongs to.
+        linear_share = 1 - self.attention
+        scales = self.slice_scale[microbatch]
         squares = []
-        for scale, size in zip(self.slice_scale[microbatch], sizes, strict=True):
-            squares.append((scale - (1 - self.attention) * size) / self.attention)
+        for scale, size in zip(scales, sizes, strict=True):
+            attention = scale - linear_share * size
+            squares.append(attention / self.attention)
         return self._factors(sizes, squares)
 
     def _factors_by_length(self, schedule: Schedule) -> dict[Kind, list[float]]:
@@ -267,7 +280,8 @@ class Costs:
         for microbatch in range(schedule.num_microbatches):
             sizes = schedule.sizes_of(microbatch)
             factors = self.factors_of(microbatch, sizes)
-            empty_places = [0.0] * (schedule.num_slices - len(sizes))
+            num_empty_places = schedule.num_slices - len(sizes)
+            empty_places = [0.0] * num_empty_places
             for kind in KINDS:
                 # `simulate` indexes by place, so micro-batches with fewer slices need empty places.
                 of_stage[kind] += factors[kind] + empty_places
@@ -276,9 +290,10 @@ class Costs:
     def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
         """Return messages' jitter factors by the sending action's kind. B covers I as well."""
         count = schedule.num_stages * schedule.slices_in_step
+        sigma = self.link_jitter
         return {
-            "F": self._jitter_factors(self.link_jitter, "link F", count),
-            "B": self._jitter_factors(self.link_jitter, "link B", count),
+            "F": self._jitter_factors(sigma, "link F", count),
+            "B": self._jitter_factors(sigma, "link B", count),
         }
 
     def _jitter_factors(self, sigma: float, purpose: str, count: int) -> list[float]:
@@ -288,7 +303,8 @@ class Costs:
         # The seed depends on the purpose, so tables with the same stages draw the same
         # factors in any order. A comparison therefore shows only the effect of the
         # order.
-        draw = random.Random(f"{self.seed} {purpose}").lognormvariate  # noqa: S311 - no secret
+        generator = random.Random(f"{self.seed} {purpose}")  # noqa: S311 - no secret
+        draw = generator.lognormvariate
         # The mean of a log-normal variable is exp(mu + sigma^2 / 2), which this mu makes 1.
         mu = -sigma * sigma / 2
         return [draw(mu, sigma) for _ in range(count)]

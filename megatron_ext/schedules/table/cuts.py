@@ -56,7 +56,15 @@ def cut(
         least_last=least_last,
     )
     if placement.num_stages > placement.num_ranks and not by_stage:
-        _move(counts, layers, first, last, placement, (least_first, least_last))
+        _move(
+            counts,
+            layers,
+            first,
+            last,
+            placement,
+            least_first=least_first,
+            least_last=least_last,
+        )
     return counts
 
 
@@ -89,7 +97,8 @@ def _by_longest_stage(
     enough = max(mean_work, first, last) + max(layers)
     enough *= 1 + 1e-9
     # By end layer: the work in the best cut of all stages so far.
-    best: list[_Work] = [(0.0, 0.0)] + [_NEVER] * count
+    best: list[_Work] = [_NEVER] * (count + 1)
+    best[0] = (0.0, 0.0)
     # By stage and end layer: the stage's first layer in that cut.
     starts: list[list[int]] = []
     for stage in range(num_stages):
@@ -104,15 +113,16 @@ def _by_longest_stage(
         # Leave enough layers for earlier and later stages.
         layers_before = least_first + stage - 1 if stage else 0
         layers_behind = max(0, num_stages - stage - 2 + least_last)
-        ends: Sequence[int] = range(
-            layers_before + min_layers, count - layers_behind + 1
-        )
+        first_end = layers_before + min_layers
+        last_end = count - layers_behind
+        ends: Sequence[int] = range(first_end, last_end + 1)
         if stage == num_stages - 1:
             ends = (count,)
         stage_best = [_NEVER] * (count + 1)
         stage_starts = [0] * (count + 1)
         for end in ends:
-            for start in range(end - min_layers, layers_before - 1, -1):
+            last_start = end - min_layers
+            for start in range(last_start, layers_before - 1, -1):
                 work = work_before[end] - work_before[start] + extra
                 if work > min(enough, stage_best[end][0]):
                     break  # an earlier start only adds work
@@ -146,7 +156,9 @@ def loads(
     rank_work = [0.0] * placement.num_ranks
     start = 0
     for stage, count in enumerate(counts):
-        rank_work[placement.rank_of[stage]] += sum(layers[start : start + count])
+        rank = placement.rank_of[stage]
+        stage_layers = layers[start : start + count]
+        rank_work[rank] += sum(stage_layers)
         start += count
     rank_work[placement.rank_of[0]] += first
     rank_work[placement.rank_of[-1]] += last
@@ -159,7 +171,9 @@ def _move(
     first: float,
     last: float,
     placement: Placement,
-    least_ends: tuple[int, int],
+    *,
+    least_first: int,
+    least_last: int,
 ) -> None:
     """Move single layers off the busiest rank while that lowers its load or the sum of squares."""
 
@@ -168,11 +182,12 @@ def _move(
         rank_work = loads(counts, layers, first, last, placement)
         # Round, because summing in a different order could otherwise look like an
         # improvement.
+        highest_load = round(max(rank_work), 12)
         squares = sum(work * work for work in rank_work)
-        return round(max(rank_work), 12), round(squares, 12), max(counts)
+        return highest_load, round(squares, 12), max(counts)
 
-    least_first, least_last = least_ends
-    least_of = {0: least_first, len(counts) - 1: least_last}
+    last_stage = len(counts) - 1
+    least_of = {0: least_first, last_stage: least_last}
     reached = value()
     # Every move lowers the value, so the search always terminates. The limit bounds the
     # search time.
@@ -189,7 +204,8 @@ def _move(
             counts[giver] -= 1
             for taker in range(len(counts)):
                 counts[taker] += 1
-                best = min(best, (value(), giver, taker))
+                move = (value(), giver, taker)
+                best = min(best, move)
                 counts[taker] -= 1
             counts[giver] += 1
         best_value, giver, taker = best
@@ -245,7 +261,9 @@ def spread(
 
 def layout_of(counts: Sequence[int], mtp_layers: int) -> str:
     """Return the layout in the notation of `--pipeline-model-parallel-layout`."""
-    return "E" + "|".join("t" * count for count in counts) + "m" * mtp_layers + "L"
+    layers = "|".join("t" * count for count in counts)
+    mtp = "m" * mtp_layers
+    return f"E{layers}{mtp}L"
 
 
 def parse_layout(text: str) -> list[str]:
@@ -256,10 +274,15 @@ def parse_layout(text: str) -> list[str]:
     Raises:
         ScheduleError: A letter does not represent a layer.
     """
+
+    def repeated(match: re.Match[str]) -> str:
+        layers = match[1]
+        return layers * int(match[2])
+
     unrolled = text.replace(",", "")
     # Expand groups first, then single letters.
     for repetition in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        unrolled = re.sub(repetition, lambda match: match[1] * int(match[2]), unrolled)
+        unrolled = re.sub(repetition, repeated, unrolled)
     unknown = set(unrolled) - set("EtmL|")
     if unknown:
         raise ScheduleError(

@@ -45,7 +45,13 @@ class Memory:
 # Bytes per token and unit of width that a layer does not keep between F and I if
 # Megatron recomputes a module: the norms' outputs; queries, keys and values; and the
 # activation function's input and output. Attention itself keeps only its operands.
-_RECOMPUTED = {"layernorm": 4, "mla_up_proj": 6, "mlp": 16, "moe": 16, "moe_act": 8}
+_RECOMPUTED = {
+    "layernorm": 4,
+    "mla_up_proj": 6,
+    "mlp": 16,
+    "moe": 16,
+    "moe_act": 8,
+}
 
 
 class _OffloadedBytes(NamedTuple):
@@ -137,7 +143,8 @@ def stash_ratio(
     if sequence_parallel and not keeps_gathered:
         stash_bytes = 8 / tensor_parallel
     stash_bytes += 24 / tensor_parallel
-    return max(1.0, ceil(16 * stash_bytes / kept_bytes) / 16)
+    sixteenths = ceil(16 * stash_bytes / kept_bytes)
+    return max(1.0, sixteenths / 16)
 
 
 def running_peak(changes: Iterable[float]) -> float:
@@ -185,7 +192,8 @@ def most_alive(
         sizes = [slice_sizes[action.microbatch][action.slice] for action in row]
         changes = map(mul, changes, sizes)
     elif len(slices) > 1:
-        changes = map(mul, changes, [slices[action.slice] for action in row])
+        sizes = [slices[action.slice] for action in row]
+        changes = map(mul, changes, sizes)
     return running_peak(changes)
 
 
@@ -211,9 +219,8 @@ def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[floa
     share = schedule.pp / schedule.num_stages
     peaks = []
     for row in schedule.rows:
-        peaks.append(
-            share * most_alive(row, stash_ratio, schedule.slices, schedule.slice_sizes)
-        )
+        peak = most_alive(row, stash_ratio, schedule.slices, schedule.slice_sizes)
+        peaks.append(share * peak)
     return tuple(peaks)
 
 
@@ -252,7 +259,8 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
                 break
         receivers.append(receiver)
     for rank, row in enumerate(schedule.rows):
-        for receiver, peak in _alive_by_group(row, receivers).items():
+        peak_by_receiver = _alive_by_group(row, receivers)
+        for receiver, peak in peak_by_receiver.items():
             # Gradients come back over the same link, and the same activations bound
             # their number.
             slots[rank, receiver, "F"] = peak
@@ -291,7 +299,9 @@ def _add_slots_of_bypasses(schedule: Schedule, slots: dict[Edge, int]) -> None:
     for row in schedule.rows:
         alive |= _alive_by_group(row, range(schedule.num_stages))
     for bypass in schedule.bypasses:
-        edge = (rank_of[bypass.stage], rank_of[bypass.taker], bypass.kind)
+        sender = rank_of[bypass.stage]
+        receiver = rank_of[bypass.taker]
+        edge = (sender, receiver, bypass.kind)
         holding_stage = bypass.stage if bypass.kind == "P" else bypass.taker
         slots[edge] = slots.get(edge, 0) + alive[holding_stage]
 
@@ -302,7 +312,8 @@ def most_bypasses(schedule: Schedule) -> int:
     count_by_link: Counter[tuple[int, int]] = Counter()
     for bypass in schedule.bypasses:
         if bypass.kind == "P":
-            count_by_link[rank_of[bypass.stage], rank_of[bypass.taker]] += 1
+            link = (rank_of[bypass.stage], rank_of[bypass.taker])
+            count_by_link[link] += 1
     return max(count_by_link.values(), default=0)
 
 
@@ -317,4 +328,7 @@ def _alive_by_group(row: Row, group_of: Sequence[int | None]) -> dict[int, int]:
             changes[group].append(1)
         else:
             changes[group].append(-1)
-    return {group: int(running_peak(of_group)) for group, of_group in changes.items()}
+    peaks: dict[int, int] = {}
+    for group, group_changes in changes.items():
+        peaks[group] = int(running_peak(group_changes))
+    return peaks

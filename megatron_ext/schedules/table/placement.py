@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal
 
 Hop = Literal["local", "rank", "twin"]
@@ -72,24 +71,29 @@ class Placement:
         """
         if kind == "W":
             return None
-        source = stage - 1 if kind in ("F", "R") else stage + 1
-        return source if 0 <= source < self.num_stages else None
+        needs_activation = kind in ("F", "R")
+        source = stage - 1 if needs_activation else stage + 1
+        if not 0 <= source < self.num_stages:
+            return None
+        return source
 
     def target(self, stage: int, kind: str) -> int | None:
         """Return the stage that needs an action's output tensor, or None if no stage does."""
         if kind in ("W", "R"):
             return None
         target = stage + 1 if kind == "F" else stage - 1
-        return target if 0 <= target < self.num_stages else None
+        if not 0 <= target < self.num_stages:
+            return None
+        return target
 
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
         """By stage: the hop to the next stage. The last stage has no entry."""
         hops: list[Hop] = []
-        for stage, (rank, next_rank) in enumerate(pairwise(self.rank_of)):
+        for stage in range(self.num_stages - 1):
             if stage in self.twin_hops:
                 hops.append("twin")
-            elif rank == next_rank:
+            elif self.rank_of[stage] == self.rank_of[stage + 1]:
                 hops.append("local")
             else:
                 hops.append("rank")
@@ -98,33 +102,39 @@ class Placement:
     def is_crossed(self, stage: int) -> bool:
         """Return whether a stage runs micro-batches that started on the twin."""
         # Every twin hop switches to the other twin, so two of them lead back.
-        return sum(hop < stage for hop in self.twin_hops) % 2 == 1
+        num_hops = sum(hop < stage for hop in self.twin_hops)
+        return num_hops % 2 == 1
 
     def chunk_of(self, stage: int) -> int:
         """Return a stage's chunk number on its rank."""
-        return self.stages_of[self.rank_of[stage]].index(stage)
+        rank = self.rank_of[stage]
+        return self.stages_of[rank].index(stage)
 
 
 def linear(num_ranks: int) -> Placement:
     """Return the placement with stage r on rank r."""
-    return Placement("linear", num_ranks, tuple(range(num_ranks)))
+    rank_of = tuple(range(num_ranks))
+    return Placement("linear", num_ranks, rank_of)
 
 
 def loop(num_ranks: int, num_chunks: int) -> Placement:
     """Return Megatron's interleaved placement: round-robin, with `num_chunks` stages per rank."""
-    return Placement("loop", num_ranks, tuple(range(num_ranks)) * num_chunks)
+    rank_of = tuple(range(num_ranks)) * num_chunks
+    return Placement("loop", num_ranks, rank_of)
 
 
 def v(num_ranks: int) -> Placement:
     """Return the placement that goes from the first rank to the last and back."""
     down = tuple(range(num_ranks))
-    return Placement("v", num_ranks, down + down[::-1])
+    back = down[::-1]
+    return Placement("v", num_ranks, down + back)
 
 
 def w(num_ranks: int) -> Placement:
     """Return the placement that runs two `v` in sequence."""
     down = tuple(range(num_ranks))
-    return Placement("w", num_ranks, (down + down[::-1]) * 2)
+    back = down[::-1]
+    return Placement("w", num_ranks, 2 * (down + back))
 
 
 def roles(num_ranks: int) -> Placement:
@@ -149,11 +159,15 @@ def mirrored(placement: Placement, routing: Routing) -> Placement:
     if routing == "twin":
         # This excludes the fold between the two v in a w. That fold is at the outer
         # end, where a literal pipeline turns around as well.
-        twin_hops = frozenset(
-            range(num_ranks - 1, placement.num_stages - 1, 2 * num_ranks)
-        )
+        first_fold = num_ranks - 1
+        last_stage = placement.num_stages - 1
+        twin_hops = frozenset(range(first_fold, last_stage, 2 * num_ranks))
     return Placement(
-        placement.name, num_ranks, placement.rank_of, twins=2, twin_hops=twin_hops
+        placement.name,
+        num_ranks,
+        placement.rank_of,
+        twins=2,
+        twin_hops=twin_hops,
     )
 
 

@@ -38,9 +38,13 @@ def shares_of_equal_cost(num_slices: int, attention: float = 0.0) -> tuple[float
     for number in range(1, num_slices + 1):
         cost = number / num_slices
         # This form of the quadratic formula avoids subtracting nearly equal numbers.
-        end = 2 * cost / (linear + sqrt(linear * linear + 4 * attention * cost))
+        root = sqrt(linear * linear + 4 * attention * cost)
+        end = 2 * cost / (linear + root)
         ends.append(round(end * _STEPS))
-    return tuple((end - start) / _STEPS for start, end in pairwise(ends))
+    shares = []
+    for start, end in pairwise(ends):
+        shares.append((end - start) / _STEPS)
+    return tuple(shares)
 
 
 def attention_of(shares: Sequence[float]) -> float:
@@ -48,12 +52,15 @@ def attention_of(shares: Sequence[float]) -> float:
     if len(shares) == 1:
         return 0.0
     first = shares[0]
+    slice_cost = 1 / len(shares)
     # The first of k slices, with share x, costs (1 - a) x + a x^2 = 1/k. Solve for a.
-    return (first - 1 / len(shares)) / (first - first * first)
+    return (first - slice_cost) / (first - first * first)
 
 
 def token_bounds(
-    shares: Sequence[float], length: int, multiple: int = 1
+    shares: Sequence[float],
+    length: int,
+    multiple: int = 1,
 ) -> tuple[int, ...]:
     """Return every slice's first token, followed by the total number of tokens.
 
@@ -66,7 +73,11 @@ def token_bounds(
         ScheduleError: The sequence is too short for this many slices, or its length is not a
             multiple.
     """
-    ends = [round(end * length / multiple) * multiple for end in accumulate(shares)]
+    ends = []
+    for end in accumulate(shares):
+        num_multiples = round(end * length / multiple)
+        ends.append(num_multiples * multiple)
+    # The last slice ends with the sequence, however its end was rounded.
     bounds = (0, *ends[:-1], length)
     has_empty_slice = any(end <= start for start, end in pairwise(bounds))
     if has_empty_slice or length % multiple:

@@ -51,7 +51,11 @@ class TableChange:
         return costs
 
     def change(
-        self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        *,
+        is_made_for_pairs: bool,
     ) -> Schedule:
         """Return a generated table with this feature applied.
 
@@ -82,7 +86,10 @@ def in_use(**options: Option | SliceSizes) -> dict[str, Any]:
         # A switch changes tables if it is on, a number if it is not 1, and a list of
         # sizes if it is not empty. Check for switches first, because in Python, True
         # equals 1.
-        is_on = value if isinstance(value, bool) else value not in (1, ())
+        if isinstance(value, bool):
+            is_on = value
+        else:
+            is_on = value not in (1, ())
         if is_on:
             changing[option] = value
     return changing

@@ -46,12 +46,16 @@ def csv_text(schedule: Schedule) -> str:
             "stage; write a .json file"
         )
     text = io.StringIO()
-    csv.writer(text).writerows(map(schedule.cells, range(len(schedule.rows))))
+    writer = csv.writer(text)
+    for rank in range(len(schedule.rows)):
+        writer.writerow(schedule.cells(rank))
     return text.getvalue()
 
 
 def load_csv(
-    path: str, pp: int | None = None, num_microbatches: int | None = None
+    path: str,
+    pp: int | None = None,
+    num_microbatches: int | None = None,
 ) -> Schedule:
     """Load a schedule from a file and validate it. The schedule is named `csv:PATH`.
 
@@ -101,7 +105,8 @@ def from_csv(text: str, name: str) -> Schedule:
         raise ScheduleError("it contains no actions; write one row of actions per rank")
     rank_of = _rank_of(rows)
     # Micro-batches and slices are numbered from 0, so the highest numbers determine the counts.
-    num_microbatches = num_slices = 0
+    num_microbatches = 0
+    num_slices = 0
     for row in rows:
         for action in row:
             num_microbatches = max(num_microbatches, action.microbatch + 1)
@@ -156,8 +161,9 @@ def _rank_of(rows: Sequence[Row]) -> tuple[int, ...]:
     rank_of: dict[int, int] = {}
     for rank, actions in enumerate(rows):
         for index, action in enumerate(actions):
+            highest = max(action.stage, action.microbatch, action.slice)
             # Validating a table with such numbers would need far more memory than the file.
-            if max(action.stage, action.microbatch, action.slice) >= num_actions:
+            if highest >= num_actions:
                 raise ScheduleError(
                     f"row {rank + 1} runs {action}, but {num_actions} actions are too few for so "
                     f"many stages, micro-batches or slices, numbered from 0; is the file complete?"
@@ -196,15 +202,19 @@ def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
     content["placement"] = {
         key: value for key, value in placement.items() if value is not None
     }
-    ranks = range(len(schedule.rows))
-    content["rows"] = [list(schedule.cells(rank)) for rank in ranks]
+    row_cells = []
+    for rank in range(len(schedule.rows)):
+        row_cells.append(list(schedule.cells(rank)))
+    content["rows"] = row_cells
     content.update(times)
     lines = []
     for key, value in content.items():
         text = json.dumps(value)
-        if isinstance(value, list | tuple) and value and isinstance(value[0], list):
+        is_nonempty_list = isinstance(value, list | tuple) and len(value) > 0
+        if is_nonempty_list and isinstance(value[0], list):
             # Write every table row on a separate line.
-            text = "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"
+            row_texts = ",\n    ".join(map(json.dumps, value))
+            text = f"[\n    {row_texts}\n  ]"
         lines.append(f"  {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -224,7 +234,9 @@ def from_json(text: str) -> Schedule:
                 fields[key] = tuple(value)
         fields["twin_hops"] = frozenset(fields["twin_hops"])
         placement = Placement(**fields)
-        rows, pairs = zip(*map(parse_row, content["rows"]), strict=True)
+        parsed_rows = map(parse_row, content["rows"])
+        rows, pairs = zip(*parsed_rows, strict=True)
+        slices = content.get("slices", (1.0,))
         return Schedule(
             content["schedule"],
             placement,
@@ -232,7 +244,7 @@ def from_json(text: str) -> Schedule:
             rows,
             content["options"],
             pairs=pairs if any(pairs) else (),
-            slices=tuple(content.get("slices", (1.0,))),
+            slices=tuple(slices),
         )
     # The text may be JSON with different content, or nest brackets too deeply for
     # Python's parser.

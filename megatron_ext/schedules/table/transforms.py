@@ -22,7 +22,9 @@ def split_backwards(schedule: Schedule) -> Schedule:
     def split(action: Action) -> Row:
         if action.kind != "B":
             return (action,)
-        return action._replace(kind="I"), action._replace(kind="W")
+        input_gradient = action._replace(kind="I")
+        weight_gradient = action._replace(kind="W")
+        return input_gradient, weight_gradient
 
     return _replaced(schedule, split)
 
@@ -74,21 +76,25 @@ def weights_waiting(schedule: Schedule, num_waiting: int) -> Schedule:
             # In a pair, the backward pass directly follows the forward pass, so check
             # both when reaching the forward pass.
             is_second = index - 1 in pair_begins
-            actions = row[index : index + 2] if index in pair_begins else (action,)
+            begins_pair = index in pair_begins
+            num_actions = 2 if begins_pair else 1
             if not is_second:
-                whole_stages = {part.stage for part in actions if part.kind == "B"}
+                whole_stages = set()
+                for part in row[index : index + num_actions]:
+                    if part.kind == "B":
+                        whole_stages.add(part.stage)
                 # A full backward pass must not overtake a W that is waiting on its
                 # stage.
                 while any(weight.stage in whole_stages for weight in waiting):
                     delayed_row.append(waiting.popleft())
-            if index in pair_begins:
+            if begins_pair:
                 new_begins.add(len(delayed_row))
             delayed_row.append(action)
         rows.append((*delayed_row, *waiting))
         pairs.append(frozenset(new_begins))
-    return replace(
-        schedule, rows=tuple(rows), pairs=tuple(pairs) if schedule.pairs else ()
-    )
+    if not schedule.pairs:
+        pairs.clear()
+    return replace(schedule, rows=tuple(rows), pairs=tuple(pairs))
 
 
 def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Schedule:
@@ -98,9 +104,11 @@ def _replaced(schedule: Schedule, replacement: Callable[[Action], Row]) -> Sched
     for rank, row in enumerate(schedule.rows):
         replacements = [replacement(action) for action in row]
         # Maps an action's position to the position of its first replacement.
-        positions = list(accumulate(map(len, replacements), initial=0))
+        lengths = map(len, replacements)
+        positions = list(accumulate(lengths, initial=0))
+        begins = schedule.pairs_of(rank)
         rows.append(tuple(chain.from_iterable(replacements)))
-        pairs.append(frozenset(positions[index] for index in schedule.pairs_of(rank)))
+        pairs.append(frozenset(positions[index] for index in begins))
     if not schedule.pairs:
         pairs.clear()
     return replace(schedule, rows=tuple(rows), pairs=tuple(pairs))
@@ -133,15 +141,15 @@ def literal_rows(schedule: Schedule) -> tuple[Row, ...]:
     """
     if schedule.placement.twins == 1:
         return schedule.rows
+    placement = schedule.placement
     # With twin routing, a micro-batch moves to the twin at every inner fold.
-    is_crossed = [
-        schedule.placement.is_crossed(stage) for stage in range(schedule.num_stages)
-    ]
+    is_crossed = [placement.is_crossed(stage) for stage in range(schedule.num_stages)]
     rows: list[Row] = []
     for rank in range(schedule.pp):
-        is_twin = rank >= schedule.placement.num_ranks
+        is_twin = rank >= placement.num_ranks
         row: list[Action] = []
-        for action in schedule.rows[table_rank(schedule, rank)]:
+        stored_row = schedule.rows[table_rank(schedule, rank)]
+        for action in stored_row:
             if is_crossed[action.stage] == is_twin:
                 row.append(action)
             else:

@@ -18,15 +18,31 @@ from megatron_ext.schedules.table.memory import Edge, Memory, measure, slots_nee
 from megatron_ext.schedules.table.walk import check_for_deadlock
 
 # Bits in the set of actions that have run for a stage, micro-batch and slice.
-_BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
+_BIT = {
+    "F": 1,
+    "R": 1,
+    "B": 2,
+    "I": 4,
+    "W": 8,
+}
 # By kind: the set required just before the action runs. Comparing entire sets detects
 # early actions, duplicates, and a B in addition to an I.
-_BEFORE = {"F": 0, "R": 0, "B": 1, "I": 1, "W": 1 | 4}
+_BEFORE = {
+    "F": 0,
+    "R": 0,
+    "B": 1,
+    "I": 1,
+    "W": 1 | 4,
+}
 # The set after a step: F and B, or F, I and W.
 _COMPLETE = (1 | 2, 1 | 4 | 8)
 # I also sums the weight gradients that do not wait for W, such as those of norms. W
 # sums the remaining gradients, and B sums all of them.
-_GRADIENTS_OF: Mapping[Kind, str] = {"B": "IW", "I": "I", "W": "W"}
+_GRADIENTS_OF: Mapping[Kind, str] = {
+    "B": "IW",
+    "I": "I",
+    "W": "W",
+}
 # By kind of backward action: the kinds that a table may contain instead.
 _REPLACED_BY: Mapping[Kind, tuple[Kind, ...]] = {
     "B": ("I", "W"),
@@ -103,7 +119,8 @@ def check_actions(schedule: Schedule) -> None:
         forwards = bytearray(len(done))
     for rank in range(num_ranks):
         _check_row(schedule, rank, done, forwards)
-    nums_slices = list(map(schedule.num_slices_of, range(schedule.num_microbatches)))
+    microbatches = range(schedule.num_microbatches)
+    nums_slices = [schedule.num_slices_of(microbatch) for microbatch in microbatches]
     for key, bits in enumerate(done):
         if bits not in _COMPLETE and _has_slice(schedule, key, nums_slices):
             raise ScheduleError(_missing(schedule, key, bits))
@@ -119,11 +136,15 @@ def _has_slice(schedule: Schedule, key: int, nums_slices: Sequence[int]) -> bool
     `nums_slices` is the number of slices by micro-batch.
     """
     number, slice_index = divmod(key, schedule.num_slices)
-    return slice_index < nums_slices[number % schedule.num_microbatches]
+    microbatch = number % schedule.num_microbatches
+    return slice_index < nums_slices[microbatch]
 
 
 def _check_row(
-    schedule: Schedule, rank: int, done: bytearray, forwards: bytearray
+    schedule: Schedule,
+    rank: int,
+    done: bytearray,
+    forwards: bytearray,
 ) -> None:
     """Check that every action on a rank may run at its position, and record that it ran.
 
@@ -136,10 +157,11 @@ def _check_row(
     m = schedule.num_microbatches
     num_slices = schedule.num_slices
     num_slices_of = [schedule.num_slices_of(microbatch) for microbatch in range(m)]
+    row = schedule.rows[rank]
     kinds_of = {}
     for stage in schedule.placement.stages_of[rank]:
         kinds_of[stage] = _kinds(schedule, stage, rank)
-    for index, (stage, kind, microbatch, slice_index) in enumerate(schedule.rows[rank]):
+    for index, (stage, kind, microbatch, slice_index) in enumerate(row):
         key = (stage * m + microbatch) * num_slices + slice_index
         cells = forwards if kind == "F" else done
         # Check all cases in a single condition, because this loop runs for millions of
@@ -216,7 +238,8 @@ def _foreign(schedule: Schedule, rank: int, action: Action) -> str:
         return f"there are {schedule.num_stages} stages, 0 to {schedule.num_stages - 1}"
     owner = placement.rank_for(stage, kind)
     if owner != rank:
-        stages = ", ".join(map(str, placement.stages_of[rank])) or "none"
+        rank_stages = map(str, placement.stages_of[rank])
+        stages = ", ".join(rank_stages) or "none"
         return f"rank {rank} holds stages {stages}; {action} belongs to rank {owner}"
     if kind in _kinds(schedule, stage, rank):
         return ""
@@ -234,17 +257,19 @@ def _out_of_order(schedule: Schedule, rank: int, index: int) -> str:
     for kind in _REPLACED_BY.get(action.kind, ()):
         if action._replace(kind=kind) in before:
             return _ONE_BACKWARD
-    missing = []
+    missing = None
     for needed in schedule.needs(action):
         # Inputs from other ranks arrive as messages, which `check_for_deadlock` follows.
-        if not schedule.travels(needed, action) and needed not in before:
-            missing.append(needed)
-    if not missing:
+        is_local = not schedule.travels(needed, action)
+        if is_local and needed not in before:
+            missing = needed
+            break
+    if missing is None:
         return _ONE_BACKWARD
-    rule = f"{missing[0]} has to run before it"
-    if missing[0].slice < action.slice:
+    rule = f"{missing} has to run before it"
+    if missing.slice < action.slice:
         rule += ", because this action reads its keys and values"
-    elif missing[0].slice > action.slice:
+    elif missing.slice > action.slice:
         rule += ", because it adds to the gradients of keys and values"
     return rule
 
@@ -324,7 +349,8 @@ def is_ascending(schedule: Schedule) -> bool:
             # reverse.
             place = (microbatch + 1) * schedule.num_slices - slice_index
             for gradients in _GRADIENTS_OF.get(kind, ""):
-                if last_places.get((stage, gradients), 0) > place:
+                last_place = last_places.get((stage, gradients), 0)
+                if last_place > place:
                     return False
                 last_places[stage, gradients] = place
     return True
@@ -359,7 +385,8 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
         # A stage's first action is a forward pass.
         first_forward = first.setdefault((stage, "F"), microbatch)
         for gradients in _GRADIENTS_OF.get(kind, ""):
-            if first.setdefault((stage, gradients), microbatch) != first_forward:
+            first_backward = first.setdefault((stage, gradients), microbatch)
+            if first_backward != first_forward:
                 raise ScheduleError(
                     f"the first weight gradients of stage {stage} are those of micro-batch "
                     f"{microbatch}, but its first forward pass is that of {first_forward}; "

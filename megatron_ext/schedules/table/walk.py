@@ -46,7 +46,8 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
     """
     walking = _Walk(schedule, visit)
     # A stack with rank 0, which has the first forward pass, on top.
-    walking.runnable = list(range(len(schedule.rows)))[::-1]
+    num_ranks = len(schedule.rows)
+    walking.runnable = list(reversed(range(num_ranks)))
     while walking.runnable:
         walking.run(walking.runnable.pop())
     return walking.waiting
@@ -65,17 +66,18 @@ class _Walk:
     """A walk over a table. Tensors are identified by number, as there may be millions."""
 
     def __init__(self, schedule: Schedule, visit: Visit) -> None:
+        num_ranks = len(schedule.rows)
+        num_places = schedule.num_stages * schedule.slices_in_step
         self._rows = schedule.rows
-        self._pairs = [schedule.pairs_of(rank) for rank in range(len(schedule.rows))]
+        self._pairs = [schedule.pairs_of(rank) for rank in range(num_ranks)]
         self._num_slices = schedule.num_slices
         self._visit = visit
         self._tensors = _tensors(schedule)
-        # By tensor number: its value, or None if it does not exist yet.
-        self._values: list[Any] = (
-            [None] * 3 * schedule.num_stages * schedule.slices_in_step
-        )
+        # By tensor number: its value, or None if it does not exist yet. Every place has an
+        # activation, a gradient and an input of R.
+        self._values: list[Any] = [None] * (3 * num_places)
         # By rank: the position of its next action.
-        self._positions = [0] * len(schedule.rows)
+        self._positions = [0] * num_ranks
         # By number of the missing tensor: the rank that waits for it.
         self._awaited: dict[int, int] = {}
         self.runnable: list[int] = []
@@ -130,21 +132,22 @@ class _Walk:
 
         Both actions wait for the tensors of both, and their results exist once both have finished.
         """
-        stage, kind, microbatch, slice_index = self._rows[rank][index]
+        row = self._rows[rank]
+        stage, kind, microbatch, slice_index = row[index]
         forward_offset = microbatch * self._num_slices + slice_index
         forward = self._tensors[kind][stage]
-        stage, kind, microbatch, slice_index = self._rows[rank][index + 1]
+        stage, kind, microbatch, slice_index = row[index + 1]
         backward_offset = microbatch * self._num_slices + slice_index
         backward = self._tensors[kind][stage]
         backward_value = None
         if backward.needed >= 0:
-            backward_value = self._values[backward.needed + backward_offset]
+            number = backward.needed + backward_offset
+            backward_value = self._values[number]
             if backward_value is None:
-                self._wait(rank, index, backward.needed + backward_offset, partner=True)
+                self._wait(rank, index, number, partner=True)
                 return False
-        result, backward_result = self._visit(
-            rank, index, (forward_value, backward_value)
-        )
+        values = (forward_value, backward_value)
+        result, backward_result = self._visit(rank, index, values)
         if backward.produced >= 0:
             self._hand_over(backward.produced + backward_offset, backward_result)
         if forward.produced >= 0:
@@ -152,13 +155,20 @@ class _Walk:
         return True
 
     def _wait(
-        self, rank: int, index: int, number: int, *, partner: bool = False
+        self,
+        rank: int,
+        index: int,
+        number: int,
+        *,
+        partner: bool = False,
     ) -> None:
         """Stop a rank before an action or pair until a tensor exists."""
         self._positions[rank] = index
         self._awaited[number] = rank
         # For pairs, errors name the action that is missing the tensor.
-        self.waiting[rank] = index + 1 if partner else index
+        if partner:
+            index += 1
+        self.waiting[rank] = index
 
     def _hand_over(self, number: int, value: Any) -> None:
         self._values[number] = value
@@ -176,16 +186,21 @@ def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
     count = schedule.num_stages * per_stage
     # By kind: the first number. B and I need the same tensor, the stage's output
     # gradient.
-    base = {"F": 0, "B": count, "I": count, "R": 2 * count}
+    base = {
+        "F": 0,
+        "B": count,
+        "I": count,
+        "R": 2 * count,
+    }
     produced_by: dict[Kind, list[list[int]]] = {}
     existing: set[int] = set()
     for kind, outputs_by_stage in schedule.links.items():
         produced_by[kind] = []
         for outputs in outputs_by_stage:
-            targets = [output.target for output in outputs]
-            numbers = [
-                base[target.kind] + target.stage * per_stage for target in targets
-            ]
+            numbers = []
+            for output in outputs:
+                target = output.target
+                numbers.append(base[target.kind] + target.stage * per_stage)
             produced_by[kind].append(numbers)
             existing.update(numbers)
     tensors: dict[Kind, list[_Tensors]] = {}
@@ -193,43 +208,60 @@ def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
         tensors[kind] = []
         for stage, numbers in enumerate(produced_by[kind]):
             needed = -1
-            # If no action produces the tensor, it is data or the loss, which exist from
-            # the start.
-            if kind != "W" and base[kind] + stage * per_stage in existing:
-                needed = base[kind] + stage * per_stage
+            if kind != "W":
+                number = base[kind] + stage * per_stage
+                # If no action produces the tensor, it is data or the loss, which exist
+                # from the start.
+                if number in existing:
+                    needed = number
+            produced = numbers[0] if numbers else -1
             # Only disaggregated tables have two receivers, because their F feeds
             # another F and an R.
-            produced, copy = [*numbers, -1, -1][:2]
+            copy = numbers[1] if len(numbers) > 1 else -1
             tensors[kind].append(_Tensors(needed, produced, copy))
     return tensors
 
 
+class _Wait(NamedTuple):
+    """A rank's waiting action and the action that it waits for."""
+
+    rank: int
+    action: Action
+    needed: Action
+    peer: int
+    """The rank that runs the needed action."""
+
+
 def _cycle_message(schedule: Schedule, position: dict[int, int]) -> str:
     """Follow the waiting ranks until one of them repeats, and describe that cycle."""
-    rank_for = schedule.placement.rank_for
+    # By rank, in walk order.
+    waits: dict[int, _Wait] = {}
     rank = min(position)
-    # By rank, in walk order: the waiting action and the action that it waits for.
-    chain: dict[int, tuple[Action, Action]] = {}
-    while rank not in chain:
+    while rank not in waits:
         action = schedule.rows[rank][position[rank]]
         # At most one of an action's inputs comes from another stage or rank, and that
         # one is missing.
-        [needed] = (
-            need for need in schedule.needs(action) if schedule.travels(need, action)
-        )
-        chain[rank] = action, needed
-        rank = rank_for(needed.stage, needed.kind)
+        [needed] = [
+            source
+            for source in schedule.needs(action)
+            if schedule.travels(source, action)
+        ]
+        peer = schedule.placement.rank_for(needed.stage, needed.kind)
+        waits[rank] = _Wait(rank, action, needed, peer)
+        rank = peer
     lines = ["the ranks' orders form a cycle, so these actions wait for each other:"]
     # The ranks before the first repeated rank lead into the cycle but are not part of
     # it.
-    for waiting_rank in list(chain)[list(chain).index(rank) :]:
-        action, needed = chain[waiting_rank]
-        peer = rank_for(needed.stage, needed.kind)
-        blocking = schedule.rows[peer][position[peer]]
+    cycle_start = list(waits).index(rank)
+    cycle = list(waits.values())[cycle_start:]
+    for wait in cycle:
+        blocking = schedule.rows[wait.peer][position[wait.peer]]
         lines.append(
-            f"  {action} on rank {waiting_rank} needs {needed}, which comes after {blocking}"
+            f"  {wait.action} on rank {wait.rank} needs {wait.needed}, "
+            f"which comes after {blocking}"
         )
-        lines.append(f"  {schedule.marked(waiting_rank, position[waiting_rank])}")
+        marked = schedule.marked(wait.rank, position[wait.rank])
+        lines.append(f"  {marked}")
     lines.append(
         "put every action after the actions that it needs, in an order that all ranks share"
     )
