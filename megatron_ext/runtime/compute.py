@@ -139,21 +139,22 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
         return torch.Generator(place).manual_seed(seed).get_state()
 
     # Omit the device index, because a state works on every device of the same type.
-    device_type = torch.device(devices.current().torch_device().type)
+    current_device = devices.current().torch_device()
+    device_type = torch.device(current_device.type)
     # Recomputation needs no handling here: upstream restores torch's states itself, but
     # never those of `random` and `numpy`, even in its own schedules. Use Megatron's
     # pair of functions, which covers all of a release's generators.
     host, device, tracked = random._get_all_rng_states()
     try:
-        set_rng_states(
-            fresh(host, torch.device("cpu"), "host"),
-            fresh(device, device_type, "default"),
-            {
-                name: fresh(state, device_type, name, *_shard(name))
-                for name, state in tracked.items()
-            },
-        )
-        with host_generators(active.seed_of("python", iteration, stage, microbatch)):
+        fresh_host = fresh(host, torch.device("cpu"), "host")
+        fresh_device = fresh(device, device_type, "default")
+        fresh_tracked = {}
+        for name, state in tracked.items():
+            shard = _shard(name)
+            fresh_tracked[name] = fresh(state, device_type, name, *shard)
+        set_rng_states(fresh_host, fresh_device, fresh_tracked)
+        seed = active.seed_of("python", iteration, stage, microbatch)
+        with host_generators(seed):
             yield
     finally:
         set_rng_states(host, device, tracked)
@@ -164,9 +165,9 @@ _UNCHANGED = nullcontext()
 
 def rng_of_this_step(stage: int, microbatch: int) -> AbstractContextManager[None]:
     """Seed all generators for one forward pass, if its training step seeds by micro-batch."""
-    if not (active.draws_by_microbatch() and torch.is_grad_enabled()):
-        return _UNCHANGED
-    return microbatch_rng(active.iteration(), stage, microbatch)
+    if active.draws_by_microbatch() and torch.is_grad_enabled():
+        return microbatch_rng(active.iteration(), stage, microbatch)
+    return _UNCHANGED
 
 
 def set_rng_states(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) -> None:
@@ -178,9 +179,8 @@ def set_rng_states(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) 
     # initialised.
     torch.set_rng_state(host)
     tracker = random.get_cuda_rng_tracker()
-    random._set_cuda_rng_state(
-        device, graph_safe=random.is_graph_safe_cuda_rng_tracker(tracker)
-    )
+    is_graph_safe = random.is_graph_safe_cuda_rng_tracker(tracker)
+    random._set_cuda_rng_state(device, graph_safe=is_graph_safe)
 
 
 def _shard(name: str) -> tuple[int, ...]:
@@ -294,7 +294,12 @@ class StageCompute:
         if kind == "W":
             self.splits.run(stage, microbatch)
             return []
-        return self.backward(stage, microbatch, inputs or [None], split=kind == "I")
+        return self.backward(
+            stage,
+            microbatch,
+            inputs or [None],
+            split=kind == "I",
+        )
 
     def forward(self, stage: int, microbatch: int, inputs: Tensors) -> Tensors:
         """Run F and return the activations for the next stage, `[s, b, h]` each, or the loss.
@@ -305,16 +310,20 @@ class StageCompute:
         Raises:
             ScheduleError: The activations do not have the shapes that the next stage expects.
         """
-        is_first = not self._forwards[stage]
-        call, place = self.call, self._stage(stage)
+        call = self.call
+        is_first_microbatch = upstream.check_first_val_step(
+            call.first_val_step,
+            call.forward_only,
+            not self._forwards[stage],
+        )
+        place = self._stage(stage)
         store: list[Any] = []
         # With partial checkpointing, upstream does not checkpoint the first few live micro-batches.
         limit = call.config.num_microbatches_with_partial_activation_checkpoints
         checkpoints_all = None
         if limit is not None:
-            checkpoints_all = (
-                self._forwards.total() % max(self.table.max_live, 1) >= limit
-            )
+            place_in_window = self._forwards.total() % max(self.table.max_live, 1)
+            checkpoints_all = place_in_window >= limit
         with self._around_forward(stage, microbatch):
             outputs: Tensors
             outputs, num_tokens = upstream.forward_step(
@@ -328,14 +337,19 @@ class StageCompute:
                 cp_group_size=call.cp_group_size,
                 collect_non_loss_data=call.collect_non_loss_data,
                 checkpoint_activations_microbatch=checkpoints_all,
-                is_first_microbatch=upstream.check_first_val_step(
-                    call.first_val_step, call.forward_only, is_first
-                ),
+                is_first_microbatch=is_first_microbatch,
                 current_microbatch=microbatch,
                 vp_stage=place.vp_stage,
                 is_last_stage=place.is_last,
             )
-        return self._keep(stage, microbatch, inputs, outputs, num_tokens, store)
+        return self._keep(
+            stage,
+            microbatch,
+            inputs,
+            outputs,
+            num_tokens,
+            store,
+        )
 
     def _keep(
         self,
@@ -349,11 +363,9 @@ class StageCompute:
         """Keep a forward pass's results; return its outputs in a form that `release` can free."""
         if not self._stage(stage).is_last:
             for tensor, shape in zip(outputs, self.handed_on, strict=False):
-                if (
-                    tensor is not None
-                    and shape is not None
-                    and tuple(tensor.shape) != shape
-                ):
+                if tensor is None or shape is None:
+                    continue
+                if tuple(tensor.shape) != shape:
                     raise ScheduleError(
                         f"stage {stage}, micro-batch {microbatch}: output {list(tensor.shape)}, "
                         f"but the step expects {list(shape)}; if lengths differ between "
@@ -372,20 +384,27 @@ class StageCompute:
         return outputs
 
     def finalize(
-        self, groups: ProcessGroupCollection, *, force_all_reduce: bool | None
+        self,
+        groups: ProcessGroupCollection,
+        *,
+        force_all_reduce: bool | None,
     ) -> None:
         """Let Megatron finalize a training step's gradients. Collective over `groups`."""
-        call, total = self.call, None
-        if call.forward_only or call.config.finalize_model_grads_func is None:
+        call = self.call
+        config = call.config
+        if call.forward_only or config.finalize_model_grads_func is None:
             return
-        if call.config.calculate_per_token_loss:
+        num_tokens = None
+        if config.calculate_per_token_loss:
             # Ranks that do not hold the last stage count no tokens.
-            zero = torch.zeros(
-                (), dtype=torch.int, device=devices.device_of(call.chunks)
-            )
-            total = functools.reduce(operator.add, self._num_tokens, zero)
-        call.config.finalize_model_grads_func(
-            call.chunks, total, pg_collection=groups, force_all_reduce=force_all_reduce
+            device = devices.device_of(call.chunks)
+            zero = torch.zeros((), dtype=torch.int, device=device)
+            num_tokens = functools.reduce(operator.add, self._num_tokens, zero)
+        config.finalize_model_grads_func(
+            call.chunks,
+            num_tokens,
+            pg_collection=groups,
+            force_all_reduce=force_all_reduce,
         )
 
     def saved_tensors(self, action: Action) -> tuple[Tensors, Tensors] | None:
@@ -405,7 +424,12 @@ class StageCompute:
                     tensor.data = _scalar(tensor.dtype, tensor.device)
 
     def backward(
-        self, stage: int, microbatch: int, gradients: Tensors, *, split: bool
+        self,
+        stage: int,
+        microbatch: int,
+        gradients: Tensors,
+        *,
+        split: bool,
     ) -> Tensors:
         """Run B, or I if `split` is set; return the input gradients (None on the first stage).
 
@@ -419,7 +443,11 @@ class StageCompute:
         return self._sent_back(stage, microbatch, inputs, sent_back)
 
     def _sent_back(
-        self, stage: int, microbatch: int, inputs: Tensors, gradients: Tensors
+        self,
+        stage: int,
+        microbatch: int,
+        inputs: Tensors,
+        gradients: Tensors,
     ) -> Tensors:
         """Return the gradients for the previous stage, with zeros for an ignored input."""
         # Sending zeros matches training on a single device, where no gradient would reach the
@@ -434,7 +462,11 @@ class StageCompute:
         return sent
 
     def run_pair(
-        self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors
+        self,
+        forward: Action,
+        backward: Action,
+        inputs: Tensors,
+        gradients: Tensors,
     ) -> tuple[Tensors, Tensors]:
         """Run F for one micro-batch and B or I for another, and return the outputs of both.
 
@@ -461,30 +493,36 @@ class StageCompute:
 
     def unfinished(self) -> list[str]:
         """Return the backward actions that have not run and whose saved tensors are still held."""
-        backwards = [f"{stage}B{microbatch}" for stage, microbatch in self._live]
-        return backwards + [
-            f"{stage}W{microbatch}" for stage, microbatch in self.splits.pending()
-        ]
+        unfinished = []
+        for stage, microbatch in self._live:
+            unfinished.append(f"{stage}B{microbatch}")
+        for stage, microbatch in self.splits.pending():
+            unfinished.append(f"{stage}W{microbatch}")
+        return unfinished
 
     def _stage(self, stage: int) -> _Stage:
         known_stage = self._stages.get(stage)
         if known_stage is None:
-            schedule, chunks = self.table.schedule, self.call.chunks
+            call = self.call
+            schedule = self.table.schedule
             chunk = schedule.placement.chunk_of(stage)
-            model = chunks[chunk]
-            known_stage = self._stages[stage] = _Stage(
+            model = call.chunks[chunk]
+            checks_lengths = stage == 0 and bool(call.config.variable_seq_lengths)
+            known_stage = _Stage(
                 model=model,
-                data=self.call.data[chunk],
-                vp_stage=chunk if len(chunks) > 1 else None,
+                data=call.data[chunk],
+                vp_stage=chunk if len(call.chunks) > 1 else None,
                 is_last=stage == schedule.num_stages - 1,
-                checks_lengths=stage == 0
-                and bool(self.call.config.variable_seq_lengths),
-                backward_step=backward_step_of(model, self.call.config),
+                checks_lengths=checks_lengths,
+                backward_step=backward_step_of(model, call.config),
             )
+            self._stages[stage] = known_stage
         return known_stage
 
     def _around_forward(
-        self, stage: int, microbatch: int
+        self,
+        stage: int,
+        microbatch: int,
     ) -> AbstractContextManager[Any]:
         """Return the context for an F: deferral, seeded generators and length checks."""
         # Most forward passes need none of these, and entering an empty context costs as much as
@@ -498,7 +536,8 @@ class StageCompute:
             contexts.append(rng_of_this_step(stage, microbatch))
         place = self._stage(stage)
         if place.checks_lengths:
-            contexts.append(self._checking_lengths(place.model, stage, microbatch))
+            checking = self._checking_lengths(place.model, stage, microbatch)
+            contexts.append(checking)
         if len(contexts) < 2:
             return contexts[0] if contexts else _UNCHANGED
         with ExitStack() as entered:
@@ -507,10 +546,16 @@ class StageCompute:
             return entered.pop_all()
 
     def _checking_lengths(
-        self, model: torch.nn.Module, stage: int, microbatch: int
+        self,
+        model: torch.nn.Module,
+        stage: int,
+        microbatch: int,
     ) -> AbstractContextManager[None]:
         return refusing_long_sequences(
-            model, stage, microbatch, self.call.cp_group_size
+            model,
+            stage,
+            microbatch,
+            self.call.cp_group_size,
         )
 
 

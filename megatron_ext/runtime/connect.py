@@ -41,7 +41,8 @@ _SLOT_BYTES = 1 << 20
 
 def links_of(table: Table, peers: Peers) -> set[Link]:
     """Return the links, as global ranks (source, target), that carry this rank's messages."""
-    me, links = peers.pipeline[table.rank], set()
+    me = peers.pipeline[table.rank]
+    links = set()
     for exchange in table.exchanges:
         for transfer in (*exchange.all_inputs, *exchange.all_outputs):
             if transfer.verb == "SEND":
@@ -89,8 +90,9 @@ def open_transport(
     )
     # Use only settings that are identical on all ranks, because finding direct peers is
     # collective.
-    tries_ipc = pipeline.config.tries_ipc and not devices.current().is_host
-    if tries_ipc or pipeline.config.device_path == "ipc":
+    config = pipeline.config
+    tries_ipc = config.tries_ipc and not devices.current().is_host
+    if tries_ipc or config.device_path == "ipc":
         return connections.between_devices()
     return connections.through_host_memory()
 
@@ -121,7 +123,11 @@ class _Connections:
         """Open a transport without direct paths between devices. Collective over the job."""
         if self.pipeline.transport == "torch":
             return self._over_torch(self.links)
-        host = self._native(self.peers, self.pipeline.transport, for_notes=False)
+        host = self._native(
+            self.peers,
+            self.pipeline.transport,
+            for_notes=False,
+        )
         return through_host(host, self.device, self.pipeline.timeout_s)
 
     def between_devices(self) -> Transport:
@@ -134,7 +140,8 @@ class _Connections:
         """
         backend = devices.current()
         reach = find_reach(self.peers, lambda: backend.sharing(self.device))
-        if self.pipeline.config.device_path == "ipc" and not reach.is_complete:
+        requires_ipc = self.pipeline.config.device_path == "ipc"
+        if requires_ipc and not reach.is_complete:
             raise TransportError(_no_direct_path(reach))
         direct_peers = self.peers - reach.reasons.keys()
         if self.pipeline.transport == "torch":
@@ -159,21 +166,30 @@ class _Connections:
         # torch.distributed does not report arrivals, which only a dynamic order needs.
         # With a static table, torch.distributed can handle the indirect links without
         # the native core.
-        indirect_links = {link for link in self.links if direct_peers.isdisjoint(link)}
+        indirect_links = set()
+        for link in self.links:
+            if direct_peers.isdisjoint(link):
+                indirect_links.add(link)
         over_torch = self._over_torch(indirect_links)  # collective, so always called
         if not direct_peers:
             return None, over_torch
         host = self._native(direct_peers, "shm", for_notes=True)
-        return host, over_torch if indirect_links else None
+        if not indirect_links:
+            return host, None
+        return host, over_torch
 
     def _beside_native(
-        self, direct_peers: Set[int], reach: Reach
+        self,
+        direct_peers: Set[int],
+        reach: Reach,
     ) -> tuple[NativeTransport, Transport | None]:
         """Open the native core for all peers, and a transport on top; None if all are direct."""
         # All ranks must use the same slot size, so use small slots only if no link in the job is
         # indirect.
         host = self._native(
-            self.peers, self.pipeline.transport, for_notes=reach.is_complete
+            self.peers,
+            self.pipeline.transport,
+            for_notes=reach.is_complete,
         )
         if direct_peers and not reach.reasons:
             return host, None
@@ -213,7 +229,11 @@ class _Connections:
         )
 
     def _native(
-        self, peers: Set[int], wire: TransportName, *, for_notes: bool
+        self,
+        peers: Set[int],
+        wire: TransportName,
+        *,
+        for_notes: bool,
     ) -> NativeTransport:
         """Open the native transport to these peers, with slots for tensors or only for notes."""
         assert wire != "torch"
@@ -243,12 +263,14 @@ class _Connections:
         known_shapes = [shape for shape in self.shapes if shape is not None]
         if not known_shapes:
             return _SLOT_BYTES
-        return max(map(math.prod, known_shapes)) * self.dtype.itemsize
+        largest_numel = max(math.prod(shape) for shape in known_shapes)
+        return largest_numel * self.dtype.itemsize
 
     @staticmethod
     def _log_indirect(transport: Transport, reach: Reach) -> None:
         """Log the links without a direct path; the transport logs the direct ones itself."""
-        me, wires = dist.get_rank(), transport.stats().wires
+        me = dist.get_rank()
+        wires = transport.stats().wires
         for peer, reason in sorted(reach.reasons.items()):
             if me < peer:  # log one line for both ranks
                 _LOG.info(
@@ -310,7 +332,8 @@ def open_native(
     Raises:
         TransportError: See `NativeTransport`.
     """
-    config, environment = required().config, required().environment
+    config = required().config
+    environment = required().environment
     local_world_size = environment.local_world_size
     ip = None  # shared memory needs no address
     if wire != "shm":
@@ -318,7 +341,11 @@ def open_native(
         # A reserve rank takes over the number of a lost rank on another host, so the
         # number does not identify the host.
         ip = environment.host_address or own_address(
-            config.node_ips, rank, num_ranks, local_world_size, host
+            config.node_ips,
+            rank,
+            num_ranks,
+            local_world_size,
+            host,
         )
     return NativeTransport(
         store,
@@ -338,7 +365,9 @@ def open_native(
 
 
 def through_host(
-    host: NativeTransport, device: torch.device, timeout_s: float
+    host: NativeTransport,
+    device: torch.device,
+    timeout_s: float,
 ) -> Transport:
     """Return a transport for device tensors on top of a host transport, closed at exit.
 
@@ -348,7 +377,8 @@ def through_host(
     transport: Transport = host
     backend = devices.current()
     if not backend.is_host:
-        transport = StagedTransport(host, backend.copies(device), timeout_s=timeout_s)
+        copies = backend.copies(device)
+        transport = StagedTransport(host, copies, timeout_s=timeout_s)
     # If a process exits without closing its transport, its peers report a crash.
     atexit.register(transport.close)
     return transport

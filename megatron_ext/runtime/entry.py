@@ -106,18 +106,33 @@ def forward_backward(
     config = get_model_config(chunks[0])
     length = decoder_seq_length or seq_length
     shapes = _shapes(
-        config, groups, (length, micro_batch_size), adjust_tensor_shapes_fn
+        config,
+        groups,
+        length,
+        micro_batch_size,
+        adjust_tensor_shapes_fn,
     )
     if runtime is None:
-        runtime = Runtime(pipeline, groups, chunks, iterators, config, shapes, length)
+        runtime = Runtime(
+            pipeline,
+            groups,
+            chunks,
+            iterators,
+            config,
+            shapes,
+            length,
+        )
         runtimes.by_group[id(groups.pp)] = runtime
     # If the table depends on the lengths in the data, read the step's data first.
-    read_ahead = (
-        None if forward_only else runtime.read_ahead(iterators, num_microbatches)
-    )
+    read_ahead = None
+    if not forward_only:
+        read_ahead = runtime.read_ahead(iterators, num_microbatches)
     report_order: ReportOrder | None = read_ahead
     if read_ahead is not None:
-        table = runtime.table_by_length(read_ahead.slice_tokens, read_ahead.length_cost)
+        table = runtime.table_by_length(
+            read_ahead.slice_tokens,
+            read_ahead.length_cost,
+        )
         iterators = list(read_ahead.iterators)
     else:
         table = runtime.table(num_microbatches, backward=not forward_only)
@@ -141,7 +156,10 @@ def forward_backward(
     )
     with _timed(config), _offloading(config, runtimes.offloading, table):
         compute = runtime.run(
-            table, call, shapes, force_all_reduce=bool(force_all_reduce)
+            table,
+            call,
+            shapes,
+            force_all_reduce=bool(force_all_reduce),
         )
         compute.finalize(groups, force_all_reduce=force_all_reduce)
     reports = compute.reports
@@ -153,21 +171,25 @@ def forward_backward(
 def _shapes(
     config: Any,
     groups: ProcessGroupCollection,
-    size: tuple[int, int],
+    length: int,
+    micro_batch_size: int,
     adjust: Callable[..., Any] | None,
 ) -> Shapes:
     """Return the shapes of activations (F) and gradients (B) that stages receive.
 
-    `size` is (sequence length, micro-batch size), and `adjust` is the caller's function for
-    adjusting shapes.
+    `adjust` is the caller's function for adjusting shapes.
     """
-    received: Any = [shape_between_stages(config, groups, *size)]
+    shape = shape_between_stages(config, groups, length, micro_batch_size)
+    received: Any = [shape]
     sent = list(received)
     if adjust is not None:
         received, sent = adjust(received, sent)
     # If lengths vary, shapes are sent with the tensors.
     if config.variable_seq_lengths or config.mtp_standalone:
-        return {"F": [None] * len(received), "B": [None] * len(sent)}
+        return {
+            "F": [None] * len(received),
+            "B": [None] * len(sent),
+        }
     return {
         "F": [tuple(shape) for shape in received],
         "B": [tuple(shape) for shape in sent],
@@ -232,7 +254,8 @@ def _one_for_each(data: Any, num_chunks: int) -> list[Any]:
     # Use `tee` because each chunk reads all micro-batches, at its own pace; `map(next, ...)`
     # because Megatron's RerunDataIterator has no __iter__; and `copy` because forward steps write
     # into the items that they read.
-    return [map(copy, branch) for branch in tee(map(next, repeat(shared)), num_chunks)]
+    items = map(next, repeat(shared))
+    return [map(copy, branch) for branch in tee(items, num_chunks)]
 
 
 def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
@@ -242,22 +265,28 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
     for chunk in chunks:
         # The attribute may be on the wrappers, DDP and Float16Module, or on the model itself.
         modules = [chunk]
-        while isinstance(getattr(modules[-1], "module", None), torch.nn.Module):
-            modules.append(modules[-1].module)  # type: ignore[arg-type]
+        inner = getattr(chunk, "module", None)
+        while isinstance(inner, torch.nn.Module):
+            modules.append(inner)
+            inner = getattr(inner, "module", None)
         missing = []
         for name in needed_of_models():
-            if not any(hasattr(module, name) for module in modules):
+            has_attribute = any(hasattr(module, name) for module in modules)
+            if not has_attribute:
                 missing.append(f"`{name}`")
         if missing:
+            model_name = type(modules[-1]).__name__
             raise ScheduleError(
-                f"{type(modules[-1]).__name__} lacks {', '.join(missing)}; Megatron's steps need "
+                f"{model_name} lacks {', '.join(missing)}; Megatron's steps need "
                 "`config` (a TransformerConfig), `model_type` (ModelType.encoder_or_decoder) and "
                 "`set_input_tensor(tensors)` in each model chunk; see docs/your-model.md"
             )
 
 
 def _check_layer_numbers(
-    pipeline: Pipeline, rank: int, chunks: Sequence[torch.nn.Module]
+    pipeline: Pipeline,
+    rank: int,
+    chunks: Sequence[torch.nn.Module],
 ) -> None:
     """Check that Megatron numbers the model's layers in the order that the stages run them.
 
@@ -270,15 +299,20 @@ def _check_layer_numbers(
     # Without a layout, Megatron assigns chunks to the ranks in turn, which is correct for
     # interleaved stages.
     placement = pipeline.placement
+    stages = placement.stages_of[rank]
     takes_turns = all(
         stage == chunk * placement.num_ranks + rank
-        for chunk, stage in enumerate(placement.stages_of[rank])
+        for chunk, stage in enumerate(stages)
     )
     config = get_model_config(chunks[0])
     layout = getattr(config, "pipeline_model_parallel_layout", None)
-    modules = [module for chunk in chunks for module in chunk.modules()]
+    if takes_turns or layout is not None:
+        return
+    modules: list[torch.nn.Module] = []
+    for chunk in chunks:
+        modules += chunk.modules()
     is_numbered = any(isinstance(module, TransformerBlock) for module in modules)
-    if takes_turns or layout is not None or not is_numbered:
+    if not is_numbered:
         return
     for name, independent in _INDEPENDENT_OF_NUMBERS.items():
         value = getattr(config, name, independent)
@@ -299,12 +333,15 @@ def _check_layer_numbers(
 
 
 def _refuse_torchs_wrappers(
-    pipeline: Pipeline, chunks: Sequence[torch.nn.Module]
+    pipeline: Pipeline,
+    chunks: Sequence[torch.nn.Module],
 ) -> None:
     """Reject torch's data parallelism if its hooks would run before gradients are complete."""
     table = pipeline.full
     has_twins = table.placement.twins == 2
-    if not (table.splits_backward or has_twins or pipeline.dynamic is not None):
+    is_dynamic = pipeline.dynamic is not None
+    breaks_hooks = table.splits_backward or has_twins or is_dynamic
+    if not breaks_hooks:
         return
     wrappers = set(_TORCHS_WRAPPERS)
     config = get_model_config(chunks[0])
@@ -316,7 +353,8 @@ def _refuse_torchs_wrappers(
         for module in chunk.modules():
             for base in type(module).__mro__:
                 # Compare names, because importing torch's FSDP takes a second.
-                if base.__name__ in wrappers and base.__module__.startswith("torch."):
+                has_wrappers_name = base.__name__ in wrappers
+                if has_wrappers_name and base.__module__.startswith("torch."):
                     raise ScheduleError(
                         f"a model chunk holds torch's {base.__name__}, whose hooks reduce "
                         f"gradients in the backward pass, but {table.label} computes weight "

@@ -42,7 +42,8 @@ def num_out_of_order(executed: Sequence[Executed]) -> int:
         return 0
     # `head` is the first action in the table that has not run.
     done = bytearray(len(positions))
-    head = num_jumps = 0
+    head = 0
+    num_jumps = 0
     for position in positions:
         done[position] = 1
         if position == head:
@@ -63,12 +64,14 @@ class ProfilerRanges(Observer):
 
     def begin_action(self, action: Action) -> None:
         """Open an action's range."""
-        self._ranges.append(torch.profiler.record_function(str(action)))
-        self._ranges[-1].__enter__()
+        profiler_range = torch.profiler.record_function(str(action))
+        self._ranges.append(profiler_range)
+        profiler_range.__enter__()
 
     def end_action(self, position: int, action: Action) -> None:
         """Close the action's range."""
-        self._ranges.pop().__exit__(None, None, None)
+        profiler_range = self._ranges.pop()
+        profiler_range.__exit__(None, None, None)
 
 
 @dataclass
@@ -115,28 +118,31 @@ class Executor:
             observers.append(ProfilerRanges())
         # The device may be idle between actions, so only call the observers that
         # override a method.
-        self._begins = [o for o in observers if overrides(o, "begin_action")]
-        self._ends = [o for o in observers if overrides(o, "end_action")]
+        self._begins = []
+        self._ends = []
+        for observer in observers:
+            if overrides(observer, "begin_action"):
+                self._begins.append(observer)
+            if overrides(observer, "end_action"):
+                self._ends.append(observer)
         self._remaining = dict(self.table.actions_by_stage)
         # Announce messages before the first action: some wires need to know a message's
         # size, or to have a buffer for it, before it arrives.
-        self.transport.begin(
-            [*self.order.expected(), *self.program.expected], self.table.slots
-        )
+        expected = [*self.order.expected(), *self.program.expected]
+        self.transport.begin(expected, self.table.slots)
         exchanges = self.program.exchanges
         begins = self.table.begins
         for choice in self.order:
             if isinstance(choice, int):
                 exchange = exchanges[choice]
-                self._run(
-                    range(begins[choice], begins[choice] + len(exchange.actions)),
-                    exchange,
-                )
+                begin = begins[choice]
+                end = begin + len(exchange.actions)
+                self._run(range(begin, end), exchange)
             else:
                 forward, backward = choice
-                self._run(
-                    choice, exchanges[forward]._replace(partner=exchanges[backward])
-                )
+                partner = exchanges[backward]
+                pair = exchanges[forward]._replace(partner=partner)
+                self._run(choice, pair)
         # Flush here, so that this step reports a failed send rather than a later one.
         self.transport.flush(self.timeout_s)
         wall_s = time.perf_counter() - begin_s
@@ -145,7 +151,9 @@ class Executor:
             observer.end_step(self._executed, wall_s)
 
     def _run(self, positions: Sequence[int], exchange: Exchange) -> None:
-        actions, partner, run_ahead = exchange.actions, exchange.partner, self.run_ahead
+        actions = exchange.actions
+        partner = exchange.partner
+        run_ahead = self.run_ahead
         # Wait before receiving the inputs, because received tensors would occupy device memory
         # during the wait.
         if run_ahead is not None:
@@ -178,16 +186,21 @@ class Executor:
                 outputs = self.compute.run(action, inputs)
             else:
                 outputs, sent_back = self.compute.run_pair(
-                    exchange.action, action, inputs, gradients
+                    exchange.action,
+                    action,
+                    inputs,
+                    gradients,
                 )
-        took_s = (time.perf_counter() - begin_s) / len(actions)
+        end_s = time.perf_counter()
+        took_s = (end_s - begin_s) / len(actions)
         if run_ahead is not None:
-            run_ahead.record(
-                action if partner is None else " and ".join(map(str, actions))
-            )
+            name = action if partner is None else " and ".join(map(str, actions))
+            run_ahead.record(name)
         for observer in self._ends:
             for position, ended in zip(
-                reversed(positions), reversed(actions), strict=True
+                reversed(positions),
+                reversed(actions),
+                strict=True,
             ):
                 observer.end_action(position, ended)
         if exchange.outputs:
@@ -220,14 +233,17 @@ class Executor:
         # Grant credits only after the receives: a credit lets a forward rank send a message into
         # one of the slots that the receives have freed.
         for credit in exchange.grants:
-            self.transport.isend(
-                torch.empty(0, dtype=torch.uint8), credit.peer, credit.message
-            )
+            empty = torch.empty(0, dtype=torch.uint8)
+            self.transport.isend(empty, credit.peer, credit.message)
         return inputs
 
     def _receive(self, exchange: Exchange, transfer: Transfer) -> torch.Tensor:
         try:
-            return self.transport.recv(transfer.peer, transfer.message, self.timeout_s)
+            return self.transport.recv(
+                transfer.peer,
+                transfer.message,
+                self.timeout_s,
+            )
         except TransportError as error:
             exchanges = self.program.exchanges
             number = 0
@@ -261,12 +277,13 @@ class Executor:
         # incomplete.
         executed = {position for position, _, _ in self._executed}
         row = self.table.schedule.rows[self.table.rank]
-        skipped = set(range(len(row))) - executed
-        leftovers = [
-            *(str(row[position]) for position in sorted(skipped)),
-            *self.compute.unfinished(),
-            *(f"the action that needs {message}" for message in self._handed),
-        ]
+        leftovers: list[str] = []
+        for position, action in enumerate(row):
+            if position not in executed:
+                leftovers.append(str(action))
+        leftovers += self.compute.unfinished()
+        for message in self._handed:
+            leftovers.append(f"the action that needs {message}")
         if leftovers:
             raise MegatronExtError(
                 f"{self.table.schedule.label}: {leftovers[0]} was never executed"

@@ -163,7 +163,9 @@ class Feature:
         return None
 
     def read_ahead(
-        self, iterators: Sequence[Any], num_microbatches: int
+        self,
+        iterators: Sequence[Any],
+        num_microbatches: int,
     ) -> ReadAhead | None:
         """Read the data for a training step whose table depends on it. Collective over the job.
 

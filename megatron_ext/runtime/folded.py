@@ -57,11 +57,14 @@ def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 def differing_copies(chunks: Sequence[torch.nn.Module]) -> str | None:
     """Describe how this rank's two copies of the word embedding differ; None if they do not."""
     tied = _tied_weights(chunks)
-    # NaN is not equal to itself, and a diverged run has NaNs in both copies, so replace them.
-    if tied is None or torch.equal(*map(torch.nan_to_num, tied)):
+    if tied is None:
         return None
     first, last = tied
-    difference = (first.float() - last.float()).abs().max().item()
+    # NaN is not equal to itself, and a diverged run has NaNs in both copies, so replace them.
+    if torch.equal(torch.nan_to_num(first), torch.nan_to_num(last)):
+        return None
+    differences = (first.float() - last.float()).abs()
+    difference = differences.max().item()
     description = f"they differ by up to {difference:.2g}"
     if not last.any():
         description += " (the second is zero)"
@@ -79,13 +82,15 @@ def sum_tied_gradients(chunks: Sequence[torch.nn.Module]) -> None:
     tied = _tied_weights(chunks)
     if tied is None:
         return
-    first, last = (getattr(weight, "main_grad", None) for weight in tied)
-    if first is None or last is None:  # frozen
+    embedding, copy = tied
+    gradient = getattr(embedding, "main_grad", None)
+    gradient_of_copy = getattr(copy, "main_grad", None)
+    if gradient is None or gradient_of_copy is None:  # frozen
         return
     # Both copies get the sum: identical gradients and optimizer states keep the copies
     # identical.
-    first.add_(last)
-    last.copy_(first)
+    gradient.add_(gradient_of_copy)
+    gradient_of_copy.copy_(gradient)
 
 
 def _tied_weights(
@@ -94,13 +99,15 @@ def _tied_weights(
     """Return the first stage's word embedding and the last stage's copy, if this rank has both."""
     if not is_folded() or len(chunks) < 2:
         return None
-    first, last = language_model(chunks[0]), language_model(chunks[-1])
-    if first is None or last is None or not (first.pre_process and last.post_process):
+    first = language_model(chunks[0])
+    last = language_model(chunks[-1])
+    if first is None or last is None:
         return None
-    if (
-        not first.share_embeddings_and_output_weights
-        and not first.config.mtp_num_layers
-    ):
+    has_both_ends = first.pre_process and last.post_process
+    if not has_both_ends:
+        return None
+    is_tied = first.share_embeddings_and_output_weights or first.config.mtp_num_layers
+    if not is_tied:
         return None
     return (
         first.shared_embedding_or_output_weight(),
@@ -126,13 +133,16 @@ def keep_one_main_copy(sharded_state_dict: Any) -> None:
     """
     main_copies: set[tuple[Any, ...]] = set()
     for shard in nested_values(sharded_state_dict):
-        if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
-            name = (shard.key, shard.global_offset)
-            if name in main_copies:
-                # Any id other than 0 will do: only the first copy of the tensor is then
-                # saved or loaded.
-                shard.replica_id = 1
-            main_copies.add(name)
+        if not isinstance(shard, ShardedTensor):
+            continue
+        if not is_main_replica(shard.replica_id):
+            continue
+        name = (shard.key, shard.global_offset)
+        if name in main_copies:
+            # Any id other than 0 will do: only the first copy of the tensor is then
+            # saved or loaded.
+            shard.replica_id = 1
+        main_copies.add(name)
 
 
 def with_own_tensors(state_dict: Any) -> Any:
@@ -151,7 +161,8 @@ def with_own_tensors(state_dict: Any) -> Any:
 
 
 def share_losses(
-    losses: Mapping[str, torch.Tensor], groups: ProcessGroupCollection | None = None
+    losses: Mapping[str, torch.Tensor],
+    groups: ProcessGroupCollection | None = None,
 ) -> dict[str, torch.Tensor]:
     """Broadcast the last stage's losses, by name, to all stages. Collective over the pipeline.
 
@@ -167,12 +178,16 @@ def share_losses(
     has_losses = dist.get_rank() == source
     box: list[Any] = [None]
     if has_losses:
-        box = [{name: loss.detach().cpu() for name, loss in losses.items()}]
+        on_host = {name: loss.detach().cpu() for name, loss in losses.items()}
+        box = [on_host]
     dist.broadcast_object_list(box, src=source, group=group)
     if has_losses:
         return dict(losses)
     [shared] = box
-    return {name: loss.to(torch.cuda.current_device()) for name, loss in shared.items()}
+    on_device = {}
+    for name, loss in shared.items():
+        on_device[name] = loss.to(torch.cuda.current_device())
+    return on_device
 
 
 def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
@@ -182,7 +197,8 @@ def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
     tracker = MTPLossLoggingHelper.tracker
     step_values = {}
     for name, values in tracker.items():
-        if name.endswith("values") and not name.startswith("cumulative"):
+        is_cumulative = name.startswith("cumulative")
+        if name.endswith("values") and not is_cumulative:
             step_values[name] = values
     shared = share_losses(step_values, groups)
     if shared:
@@ -213,12 +229,15 @@ class PlacedLayout(PipelineParallelLayerLayout):
         # reachable from it, which fails on a frozen `Placement`.
         self.stages_of = placement.stages_of
         self.stages = stages
-        self.layout = [
-            [stages[stage] for stage in held] for held in placement.stages_of
-        ]
+        self.layout = []
+        for stages_of_rank in placement.stages_of:
+            layers_of_rank = [stages[stage] for stage in stages_of_rank]
+            self.layout.append(layers_of_rank)
 
     def validate_layer_layout(
-        self, num_layers: int, mtp_num_layers: int | None
+        self,
+        num_layers: int,
+        mtp_num_layers: int | None,
     ) -> bool:
         """Run upstream's checks; return whether an MTP layer is outside the last stage."""
         # Upstream's result depends on the rank, which is wrong for these placements.
@@ -238,11 +257,12 @@ class PlacedLayout(PipelineParallelLayerLayout):
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         chunks = self.stages_of[pp_rank]
-        assert vp_stage is not None or len(chunks) == 1, (
-            "ranks hold several chunks: pass vp_stage"
-        )
-        stage = chunks[vp_stage or 0]
-        return sum(layers.count(layer_type) for layers in self.stages[:stage])
+        if vp_stage is None:
+            assert len(chunks) == 1, "ranks hold several chunks: pass vp_stage"
+            vp_stage = 0
+        stage = chunks[vp_stage]
+        earlier_stages = self.stages[:stage]
+        return sum(layers.count(layer_type) for layers in earlier_stages)
 
 
 # Cached, because upstream may build a new configuration for every micro-batch.

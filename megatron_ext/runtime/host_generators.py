@@ -24,7 +24,8 @@ def host_generators(seed: int) -> Iterator[None]:
     NumPy draws normal numbers in pairs. If only the first number of a pair has been used, the
     second one is lost.
     """
-    python_state, numpys = random.getstate(), np.random.get_bit_generator()
+    python_state = random.getstate()
+    numpy_generator = np.random.get_bit_generator()
     random.seed(seed)
     np.random.set_bit_generator(_SPARE)
     np.random.seed(seed % 2**32)  # NumPy accepts at most 32 bits
@@ -32,4 +33,4 @@ def host_generators(seed: int) -> Iterator[None]:
         yield
     finally:
         random.setstate(python_state)
-        np.random.set_bit_generator(numpys)
+        np.random.set_bit_generator(numpy_generator)

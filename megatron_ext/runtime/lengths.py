@@ -38,25 +38,31 @@ def refusing_long_sequences(
         return
 
     def check(
-        _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        _module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         tokens = args[0] if args else kwargs.get("input_ids")
         packed = kwargs.get("packed_seq_params")
         longest = 0
-        if tokens is not None and tokens.shape[-1] == 0:
-            # Megatron's attention would fail in a reshape, with an error that mentions
-            # neither the data nor the micro-batch.
-            raise ScheduleError(
-                f"stage {stage}, micro-batch {microbatch} has no tokens, but Megatron's layers "
-                "need at least one; give it one token with loss_mask 0, or train with "
-                "--pipeline-slice-tokens, which pads such micro-batches in training steps"
-            )
         if tokens is not None:
-            longest = num_earlier + tokens.shape[-1] * cp_size
-        if packed is not None and packed.max_seqlen_q is not None:
-            longest = int(packed.max_seqlen_q)
-        elif packed is not None and packed.cu_seqlens_q is not None:
-            longest = int(packed.cu_seqlens_q.diff().max())
+            num_tokens = tokens.shape[-1]
+            if num_tokens == 0:
+                # Megatron's attention would fail in a reshape, with an error that mentions
+                # neither the data nor the micro-batch.
+                raise ScheduleError(
+                    f"stage {stage}, micro-batch {microbatch} has no tokens, but Megatron's "
+                    "layers need at least one; give it one token with loss_mask 0, or train with "
+                    "--pipeline-slice-tokens, which pads such micro-batches in training steps"
+                )
+            longest = num_earlier + num_tokens * cp_size
+        # The lengths of packed samples replace that of the row.
+        if packed is not None:
+            if packed.max_seqlen_q is not None:
+                longest = int(packed.max_seqlen_q)
+            elif packed.cu_seqlens_q is not None:
+                lengths = packed.cu_seqlens_q.diff()
+                longest = int(lengths.max())
         if longest > limit:
             raise ScheduleError(
                 f"stage {stage}, micro-batch {microbatch}: a sequence has {longest} tokens, but "
@@ -96,14 +102,15 @@ def packed_bounds_in(item: Mapping[str, Any]) -> tuple[int, ...]:
 
     If there is padding between samples, the forward step decides which bounds the model gets.
     """
-    bounds = [
-        item[name]
-        for name in ("cu_seqlens", "cu_seqlens_padded")
-        if item.get(name) is not None
-    ]
-    if not bounds or not torch.equal(bounds[0], bounds[-1]):
+    bounds = item.get("cu_seqlens")
+    padded_bounds = item.get("cu_seqlens_padded")
+    if bounds is None:
+        bounds = padded_bounds
+    if bounds is None:
         return ()
-    return tuple(bounds[0].flatten().tolist())
+    if padded_bounds is not None and not torch.equal(bounds, padded_bounds):
+        return ()
+    return tuple(bounds.flatten().tolist())
 
 
 def item_size(item: Any) -> ItemSize | None:
@@ -115,15 +122,19 @@ def item_size(item: Any) -> ItemSize | None:
     """
     if not isinstance(item, Mapping):
         return None
-    tokens, bounds = item.get("tokens"), packed_bounds_of(item)
+    tokens = item.get("tokens")
+    bounds = packed_bounds_of(item)
     if bounds is None:
         if tokens is None:
             return None
-        return ItemSize(tokens.numel(), tokens.numel() * int(tokens.shape[-1]))
+        num_tokens = tokens.numel()
+        row_length = int(tokens.shape[-1])
+        return ItemSize(num_tokens, num_tokens * row_length)
     lengths = bounds.long().diff(dim=-1)
     num_pairs = int(lengths.square().sum())
     if tokens is None:
-        return ItemSize(int(bounds[..., -1].sum()), num_pairs)
+        num_tokens = int(bounds[..., -1].sum())
+        return ItemSize(num_tokens, num_pairs)
     return ItemSize(tokens.numel(), num_pairs)
 
 
@@ -133,28 +144,33 @@ def sample_lengths(item: Any) -> list[int]:
     The micro-batch must have a size (`item_size`). Without packing, its rows are treated as one
     sample. Tokens after the last packed sample are treated as another sample.
     """
-    tokens, bounds = item.get("tokens"), packed_bounds_of(item)
+    tokens = item.get("tokens")
+    bounds = packed_bounds_of(item)
     if bounds is None:
         return [int(tokens.shape[-1])]
     samples: list[int] = bounds.long().flatten().diff().tolist()
     num_packed = sum(samples)
-    if tokens is not None and tokens.shape[-1] > num_packed:
-        samples.append(int(tokens.shape[-1]) - num_packed)
+    if tokens is not None:
+        num_after = int(tokens.shape[-1]) - num_packed
+        if num_after > 0:
+            samples.append(num_after)
     return samples
 
 
 def cost_of_model(config: Any) -> LengthCost:
     """Return the function from sample length to cost for a model with this `TransformerConfig`."""
-    num_experts, ffn_width = 1, config.ffn_hidden_size
+    num_experts = 1
+    ffn_width = config.ffn_hidden_size
     if config.num_moe_experts:
         num_experts = config.moe_router_topk
         ffn_width = config.moe_ffn_hidden_size or ffn_width
     shared_width = config.moe_shared_expert_intermediate_size or 0
+    num_query_heads = config.num_attention_heads
+    num_key_heads = config.num_query_groups or num_query_heads
     return LengthCost.of_model(
         config.hidden_size,
         num_experts * ffn_width + shared_width,
         gated=bool(config.gated_linear_unit),
-        query_width=config.kv_channels * config.num_attention_heads,
-        key_width=config.kv_channels
-        * (config.num_query_groups or config.num_attention_heads),
+        query_width=config.kv_channels * num_query_heads,
+        key_width=config.kv_channels * num_key_heads,
     )

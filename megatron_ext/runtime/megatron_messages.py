@@ -53,7 +53,10 @@ class MegatronPipeline:
     """
 
     def __init__(
-        self, pipeline: Pipeline, groups: Any, call: Mapping[str, Any]
+        self,
+        pipeline: Pipeline,
+        groups: Any,
+        call: Mapping[str, Any],
     ) -> None:
         model = call["model"]
         chunks = model if isinstance(model, list) else [model]
@@ -62,20 +65,31 @@ class MegatronPipeline:
         # Keep a reference, so that the group's id, the key of `MegatronPipelines`, stays unique.
         self._group = groups.pp
         self._peers = Peers(dist.get_process_group_ranks(groups.pp))
-        self._device, self._dtype = device_of(chunks), config.pipeline_dtype
+        self._device = device_of(chunks)
+        self._dtype = config.pipeline_dtype
         # Number of micro-batches -> table.
         self._tables: dict[int, Table] = {}
         length = call.get("decoder_seq_length") or call["seq_length"]
-        shape = shape_between_stages(config, groups, length, call["micro_batch_size"])
-        links = links_of(self._table(call["num_microbatches"]), self._peers)
-        shapes = {"F": [shape], "B": [shape]}
-        transport = open_transport(pipeline, self._device, links, shapes, self._dtype)
-        self.transport = observed(transport, active.required().observers)
+        micro_batch_size = call["micro_batch_size"]
+        shape = shape_between_stages(config, groups, length, micro_batch_size)
+        table = self._table(call["num_microbatches"])
+        transport = open_transport(
+            pipeline,
+            self._device,
+            links=links_of(table, self._peers),
+            shapes={"F": [shape], "B": [shape]},
+            dtype=self._dtype,
+        )
+        observers = active.required().observers
+        self.transport = observed(transport, observers)
 
     def _table(self, num_microbatches: int) -> Table:
         if num_microbatches not in self._tables:
             self._tables[num_microbatches] = make_table(
-                self._pipeline, num_microbatches, self._group.rank(), backward=True
+                self._pipeline,
+                num_microbatches,
+                self._group.rank(),
+                backward=True,
             )
         return self._tables[num_microbatches]
 
@@ -84,9 +98,9 @@ class MegatronPipeline:
         table = self._table(num_microbatches)
         sent: list[Transfer] = []
         for exchange in table.exchanges:
-            sent += [
-                transfer for transfer in exchange.outputs if transfer.verb == "SEND"
-            ]
+            for transfer in exchange.outputs:
+                if transfer.verb == "SEND":
+                    sent.append(transfer)
         kinds: tuple[MessageKind, ...] = ("F", "B")
         if forward_only:  # an evaluation sends no gradients
             kinds = ("F",)
@@ -97,14 +111,20 @@ class MegatronPipeline:
         expected = []
         for queue in self._to_receive.values():
             for transfer in queue:
-                source = self._peers.of(transfer)
-                expected.append(Expected(source, transfer.message, None, self._dtype))
+                arrival = Expected(
+                    source=self._peers.of(transfer),
+                    message=transfer.message,
+                    shape=None,
+                    dtype=self._dtype,
+                )
+                expected.append(arrival)
         self.transport.begin(expected, table.slots)
 
     def send(self, tensor: torch.Tensor, kind: MessageKind) -> _Request:
         """Send the next tensor in a direction, `[s, b, h]`."""
         transfer = self._next(self._to_send, kind, "sends")
-        self.transport.isend(tensor, self._peers.of(transfer), transfer.message)
+        target = self._peers.of(transfer)
+        self.transport.isend(tensor, target, transfer.message)
         # The request is already complete, because the transport holds the storage.
         return _Request()
 
@@ -112,15 +132,20 @@ class MegatronPipeline:
         """Return an empty leaf that requires grad, and the request that fills it."""
         # Assign the name here, because Megatron may wait for the requests in a different order.
         transfer = self._next(self._to_receive, kind, "receives")
-        source, message = self._peers.of(transfer), transfer.message
+        source = self._peers.of(transfer)
+        message = transfer.message
+        timeout_s = self._pipeline.timeout_s
         # The tensor starts empty. Its shape is sent with it, so variable lengths do not have to be
         # exchanged beforehand.
         tensor = torch.empty(
-            0, dtype=self._dtype, device=self._device, requires_grad=True
+            0,
+            dtype=self._dtype,
+            device=self._device,
+            requires_grad=True,
         )
 
         def arrive() -> None:
-            tensor.data = self.transport.recv(source, message, self._pipeline.timeout_s)
+            tensor.data = self.transport.recv(source, message, timeout_s)
 
         return tensor, _Request(arrive)
 
@@ -152,7 +177,8 @@ class MegatronPipeline:
             requests["send_prev"] = self.send(tensor_send_prev, "B")
         if tensor_send_next is not None:
             requests["send_next"] = self.send(tensor_send_next, "F")
-        activation = gradient = None
+        activation = None
+        gradient = None
         if recv_prev:
             activation, requests["recv_prev"] = self.receive("F")
         if recv_next:
@@ -164,7 +190,10 @@ class MegatronPipeline:
         return activation, gradient, requests
 
     def _next(
-        self, queues: dict[MessageKind, deque[Transfer]], kind: MessageKind, verb: str
+        self,
+        queues: dict[MessageKind, deque[Transfer]],
+        kind: MessageKind,
+        verb: str,
     ) -> Transfer:
         if not queues.get(kind):
             raise ScheduleError(
@@ -175,13 +204,17 @@ class MegatronPipeline:
 
 
 def _by_kind(
-    transfers: Iterable[Transfer], kinds: Iterable[MessageKind]
+    transfers: Iterable[Transfer],
+    kinds: Iterable[MessageKind],
 ) -> dict[MessageKind, deque[Transfer]]:
     """Return a queue of transfers for each kind, in table order."""
-    queues: dict[MessageKind, deque[Transfer]] = {kind: deque() for kind in kinds}
+    queues: dict[MessageKind, deque[Transfer]] = {}
+    for kind in kinds:
+        queues[kind] = deque()
     for transfer in transfers:
-        if transfer.message.kind in queues:
-            queues[transfer.message.kind].append(transfer)
+        queue = queues.get(transfer.message.kind)
+        if queue is not None:
+            queue.append(transfer)
     return queues
 
 
@@ -200,11 +233,11 @@ class MegatronPipelines:
         assert pipeline is not None, "the patch acts only while there is a pipeline"
         assert self.running is None, "a step inside a step"
         groups = keywords.get("pg_collection") or default_groups()
-        pipeline_of_group = self.by_group.get(id(groups.pp))
+        group_id = id(groups.pp)
+        pipeline_of_group = self.by_group.get(group_id)
         if pipeline_of_group is None:
-            pipeline_of_group = self.by_group[id(groups.pp)] = MegatronPipeline(
-                pipeline, groups, keywords
-            )
+            pipeline_of_group = MegatronPipeline(pipeline, groups, keywords)
+            self.by_group[group_id] = pipeline_of_group
         self.running = pipeline_of_group
         is_evaluation = bool(keywords.get("forward_only"))
         if not is_evaluation:
@@ -223,9 +256,9 @@ class MegatronPipelines:
 
     def abort(self, reason: str) -> None:
         """Abort the transports. Called from a thread other than the training thread."""
-        for pipeline_of_group in list(
-            self.by_group.values()
-        ):  # the training thread may add one
+        # Copy the values, because the training thread may add a pipeline meanwhile.
+        pipelines = list(self.by_group.values())
+        for pipeline_of_group in pipelines:
             pipeline_of_group.transport.abort(reason)
 
     def close(self) -> None:

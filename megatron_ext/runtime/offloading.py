@@ -33,14 +33,15 @@ class Offloading:
         numbers: dict[tuple[int, int], int] = {}
         order = []
         for action in row:
-            key = action.stage, action.microbatch
+            key = (action.stage, action.microbatch)
             if action.kind == "F":
                 numbers[key] = len(numbers)
             elif action.kind in ("B", "I"):
                 order.append(numbers[key])
         self._order = tuple(order)
         self._begun = 0
-        if self._order and self._order != self._learned:
+        has_changed = self._order != self._learned
+        if self._order and has_changed:
             # Reset in the first step too: a schedule that ran before this configuration may have
             # left a different order in place.
             _interface().reset_instance()
@@ -51,12 +52,17 @@ class Offloading:
         if not self._order:
             return
         # With one virtual stage, Megatron does not derive an order.
-        call(**{**kwargs, "vp_size": 1, "vp_stage": 0})
-        manager = sys.modules[_MEGATRONS].PipelineOffloadManager.get_instance()
+        one_virtual_stage = {"vp_size": 1, "vp_stage": 0}
+        call(**{**kwargs, **one_virtual_stage})
+        module = sys.modules[_MEGATRONS]
+        manager = module.PipelineOffloadManager.get_instance()
         chunks = manager._cached_chunks_forward
         # During the first step, Megatron only has records of the forward passes that
         # have run so far.
-        by_backward = [chunks[number] for number in self._order if number < len(chunks)]
+        by_backward = []
+        for number in self._order:
+            if number < len(chunks):
+                by_backward.append(chunks[number])
         manager._cached_chunks_backward[:] = by_backward
         manager._cur_forward_chunk = chunks[self._begun]
         self._begun += 1

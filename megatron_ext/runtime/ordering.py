@@ -73,9 +73,10 @@ def elect_leader(
     dist.all_gather_object(peers_by_rank, peers)
     leader_of = leaders(peers_by_rank)
     me = dist.get_rank()
-    followers = [
-        rank for rank, leader in enumerate(leader_of) if leader == me and rank != me
-    ]
+    followers = []
+    for rank, leader in enumerate(leader_of):
+        if leader == me and rank != me:
+            followers.append(rank)
     return leader_of[me], followers
 
 
@@ -94,8 +95,8 @@ def leaders(peers: Sequence[Iterable[int]]) -> list[int]:
 
     for rank, peers_of_rank in enumerate(peers):
         for peer in peers_of_rank:
-            low, high = sorted((root(rank), root(peer)))
-            leader[high] = low
+            roots = (root(rank), root(peer))
+            leader[max(roots)] = min(roots)
     return [root(rank) for rank in range(len(peers))]
 
 
@@ -150,8 +151,10 @@ class PolicyOrder(Order):
 
     def __post_init__(self) -> None:
         """Start a step."""
+        self._durations = ()
         patience = self.policy.patience  # None if the policy never waits for the head
-        self._durations = () if patience is None else patience.durations
+        if patience is not None:
+            self._durations = patience.durations
 
     def __iter__(self) -> Iterator[Choice]:
         """Choose an action or a pair, send its position to the followers and yield it.
@@ -159,7 +162,10 @@ class PolicyOrder(Order):
         Raises:
             TransportTimeout: No action is ready, and nothing arrived for `timeout_s`.
         """
-        progress, ahead = self.policy.progress, self.run_ahead
+        progress = self.policy.progress
+        row = progress.row
+        position_of = self.table.positions
+        ahead = self.run_ahead
         for exchange in self.table.exchanges:
             for transfer in exchange.inputs:
                 # A policy's table contains no bypasses, so add the bypasses to the required inputs.
@@ -177,22 +183,21 @@ class PolicyOrder(Order):
             number = 0
             while progress.num_left:
                 indices = self._choose()
-                positions = [
-                    self.table.positions[progress.row[index]] for index in indices
-                ]
+                positions = [position_of[row[index]] for index in indices]
                 for decision in self._decisions(positions):
                     for follower in self.followers:
                         # Keep the message on the CPU, so that reading the decision does not wait
                         # for a device.
                         choice = torch.tensor([decision], dtype=torch.int32)
-                        self.transport.isend(choice, follower, Message("D", 0, number))
+                        message = Message("D", 0, number)
+                        self.transport.isend(choice, follower, message)
                     number += 1
                 begin_s = time.perf_counter()
-                yield (
-                    positions[0]
-                    if len(positions) == 1
-                    else (positions[0], positions[1])
-                )
+                if len(positions) == 1:
+                    yield positions[0]
+                else:
+                    forward, backward = positions
+                    yield forward, backward
                 if ahead is None:
                     self._ended(indices, time.perf_counter() - begin_s)
                 else:
@@ -236,15 +241,17 @@ class PolicyOrder(Order):
             # Convert the wait to seconds at this step's pace. Until an action has
             # completed, the pace is unknown, so do not wait.
             units = self.policy.wait()
-            paced = units and self._ran_units
-            patience_s = units * self._ran_s / self._ran_units if paced else 0.0
+            patience_s = 0.0
+            if units and self._ran_units:
+                patience_s = units * self._ran_s / self._ran_units
             left_s = self._idle_s + patience_s - time.perf_counter()
             if left_s > 0:
                 self._sleep(left_s)
-            elif (index := self.policy.choose()) is not None:
+                continue
+            index = self.policy.choose()
+            if index is not None:
                 return self.policy.with_partner(index)
-            else:
-                self._wait()
+            self._wait()
 
     def _wait(self) -> None:
         """Sleep until a message arrives or an action completes."""
@@ -268,7 +275,9 @@ class PolicyOrder(Order):
             assert self.run_ahead is not None
             self.run_ahead.wait_until(len(self._running) - 1)
         self._note(messages)
-        ended_s = [] if self.run_ahead is None else self.run_ahead.ended_s()
+        ended_s: Sequence[float] = ()
+        if self.run_ahead is not None:
+            ended_s = self.run_ahead.ended_s()
         for took_s in ended_s:
             self._ended(self._running.popleft(), took_s)
             self._idle_s = time.perf_counter()
@@ -310,24 +319,24 @@ class PolicyOrder(Order):
         rank = f"rank {dist.get_rank()} (pipeline rank {self.table.rank})"
         label = self.table.schedule.label
         if self._running:
-            running = " and ".join(
-                str(progress.row[index]) for index in self._running[0]
-            )
+            running = [str(progress.row[index]) for index in self._running[0]]
             return (
-                f"{rank}: {running} in {label} did not finish on its device "
+                f"{rank}: {' and '.join(running)} in {label} did not finish on its device "
                 f"within {self.timeout_s:g} s"
             )
-        remaining = [
-            action
-            for index, action in enumerate(progress.row)
-            if not progress.done[index]
-        ]
-        head = min(remaining, key=self.table.positions.__getitem__)
-        needs = self.table.exchanges[self.table.positions[head]].inputs
-        needed = f", which needs {needs[0].message}" if needs else ""
+        positions = self.table.positions
+        remaining = []
+        for index, action in enumerate(progress.row):
+            if not progress.done[index]:
+                remaining.append(action)
+        head = min(remaining, key=lambda action: positions[action])
+        exchange = self.table.exchanges[positions[head]]
+        needs = ""
+        if exchange.inputs:
+            needs = f", which needs {exchange.inputs[0].message}"
         return (
             f"{rank} cannot run any of its {len(remaining)} remaining actions in {label}: nothing "
-            f"arrived for {self.timeout_s:g} s; the first one in the table is {head}{needed}"
+            f"arrived for {self.timeout_s:g} s; the first one in the table is {head}{needs}"
         )
 
 
@@ -342,10 +351,17 @@ class LedOrder(Order):
 
     def expected(self) -> list[Expected]:
         """Return a decision message for each action: int32, shape `(1,)`."""
-        return [
-            Expected(self.leader, Message("D", 0, number), (1,), torch.int32)
-            for number in range(len(self.table.exchanges))
-        ]
+        expected = []
+        for number in range(len(self.table.exchanges)):
+            message = Message("D", 0, number)
+            decision = Expected(
+                self.leader,
+                message,
+                (1,),
+                torch.int32,
+            )
+            expected.append(decision)
+        return expected
 
     def __iter__(self) -> Iterator[Choice]:
         """Receive and yield the leader's decisions.
@@ -354,15 +370,14 @@ class LedOrder(Order):
             TransportError: A decision timed out, or the leader failed.
         """
         # The micro-batch field contains the decision's number, because decisions may arrive early.
-        count = len(self.table.exchanges)
+        num_actions = len(self.table.exchanges)
         forward = None
-        for number in range(count):
-            choice = self.transport.recv(
-                self.leader, Message("D", 0, number), self.timeout_s
-            )
+        for number in range(num_actions):
+            message = Message("D", 0, number)
+            choice = self.transport.recv(self.leader, message, self.timeout_s)
             position = int(choice.item())
-            if position >= count:
-                forward = position - count
+            if position >= num_actions:
+                forward = position - num_actions
             elif forward is not None:
                 yield forward, position
                 forward = None
@@ -381,9 +396,15 @@ class RunAhead:
     """Counts and times the actions that a device has finished. Call it from one thread only."""
 
     def __init__(
-        self, backend: Device, device: torch.device, *, timeout_s: float
+        self,
+        backend: Device,
+        device: torch.device,
+        *,
+        timeout_s: float,
     ) -> None:
-        self._backend, self._device, self._timeout_s = backend, device, timeout_s
+        self._backend = backend
+        self._device = device
+        self._timeout_s = timeout_s
         # The start of the action being launched.
         self._began: torch.Event | None = None
         # Unfinished actions, oldest first, each with a future for its duration on the device, in
@@ -398,7 +419,9 @@ class RunAhead:
         # The thread is a daemon, so a hanging device does not keep the process from
         # exiting.
         self._thread = threading.Thread(
-            target=self._watch, name="megatron-ext ends", daemon=True
+            target=self._watch,
+            name="megatron-ext ends",
+            daemon=True,
         )
         self._thread.start()
 
@@ -416,9 +439,13 @@ class RunAhead:
         Raises:
             MegatronExtError: The device failed.
         """
-        while self._unfinished and self._unfinished[0][1].done():
+        while self._unfinished:
+            _action, took_s = self._unfinished[0]
+            if not took_s.done():
+                break
             self._note_end()
-        ended_s, self._ended_s = self._ended_s, []
+        ended_s = self._ended_s
+        self._ended_s = []
         return ended_s
 
     def begin(self) -> None:
@@ -430,7 +457,8 @@ class RunAhead:
 
     def record(self, action: object) -> torch.Event:
         """Mark the end of an action, after all work in the current stream; return the event."""
-        event, took_s = self._backend.timing_event(), Future[float]()
+        event = self._backend.timing_event()
+        took_s = Future[float]()
         event.record()
         self._unfinished.append((action, took_s))
         self._launched.put((self._began, event, took_s, self._wake))
@@ -485,13 +513,15 @@ class RunAhead:
                 # failure is reported as the failure of an action.
                 self._backend.bind(self._device.index)
                 end.synchronize()
-                took_s.set_result(
-                    0.0 if begin is None else 1e-3 * begin.elapsed_time(end)
-                )
+                duration_s = 0.0
+                if begin is not None:
+                    duration_s = 1e-3 * begin.elapsed_time(end)
+                took_s.set_result(duration_s)
             except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
                 took_s.set_exception(error)
             # Do not wake after the step is over: the transport may already be closed.
-            if wake is self._wake and wake is not None:
+            is_step_over = wake is not self._wake
+            if wake is not None and not is_step_over:
                 # If the transport has failed, the step reports the error.
                 with suppress(MegatronExtError):
                     wake()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -63,14 +63,14 @@ class Table:
     @cached_property
     def positions(self) -> Mapping[Action, int]:
         """Action on this rank -> its index in table order."""
-        return {
-            action: index for index, action in enumerate(self.schedule.rows[self.rank])
-        }
+        row = self.schedule.rows[self.rank]
+        return {action: index for index, action in enumerate(row)}
 
     @cached_property
     def actions_by_stage(self) -> Counter[int]:
         """Stage -> number of its actions on this rank."""
-        return Counter(action.stage for action in self.schedule.rows[self.rank])
+        row = self.schedule.rows[self.rank]
+        return Counter(action.stage for action in row)
 
     @cached_property
     def arrivals(self) -> tuple[Transfer, ...]:
@@ -81,7 +81,12 @@ class Table:
                 for sent in (*exchange.grants, *exchange.outputs):
                     if sent.verb != "SEND" or sent.peer != self.rank:
                         continue
-                    arrival = Transfer("RECV", sent.message, rank, sent.to_twin)
+                    arrival = Transfer(
+                        "RECV",
+                        sent.message,
+                        rank,
+                        sent.to_twin,
+                    )
                     arrivals.append(arrival)
         return tuple(arrivals)
 
@@ -99,17 +104,19 @@ class Table:
     def split_backwards(self) -> frozenset[tuple[int, int]]:
         """(stage, micro-batch) of each backward pass that has a W; all others run whole."""
         # `SlicedCompute` numbers all slices in a step consecutively, as if they were micro-batches.
-        count = self.schedule.num_slices
-        return frozenset(
-            (a.stage, a.microbatch * count + a.slice)
-            for a in self.schedule.rows[self.rank]
-            if a.kind == "W"
-        )
+        num_slices = self.schedule.num_slices
+        split_backwards: set[tuple[int, int]] = set()
+        for action in self.schedule.rows[self.rank]:
+            if action.kind == "W":
+                number = action.microbatch * num_slices + action.slice
+                split_backwards.add((action.stage, number))
+        return frozenset(split_backwards)
 
     @cached_property
     def max_live(self) -> int:
         """Peak number of forward passes with a pending backward pass; 1 without backward passes."""
-        return int(most_alive(self.schedule.rows[self.rank], stash_ratio=0.0))
+        row = self.schedule.rows[self.rank]
+        return int(most_alive(row, stash_ratio=0.0))
 
 
 def make_table(
@@ -133,11 +140,17 @@ def make_table(
         # their own have a shorter order, which is the same for all schedules.
         schedule = forward_only(pipeline.placement, num_microbatches)
         schedule = replace(schedule, bypasses=bypasses)
+        slots = slots_for_forward(schedule)
         # Only the number of micro-batches limits the bypasses in flight.
-        slots = slots_for_forward(schedule) + num_microbatches * most_bypasses(schedule)
+        slots += num_microbatches * most_bypasses(schedule)
         return Table(schedule, rank, slots)
-    schedule = pipeline.schedule(num_microbatches)
-    table = _training_table(pipeline, schedule, pipeline.costs, rank, bypasses)
+    table = _training_table(
+        pipeline,
+        pipeline.schedule(num_microbatches),
+        pipeline.costs,
+        rank,
+        bypasses,
+    )
     # The pipeline has already checked this table without bypasses. Bypasses add messages, so check
     # the order again.
     if bypasses and pipeline.transport == "torch":
@@ -164,8 +177,10 @@ def make_table_by_length(
     longest = max(map(sum, slice_tokens)) or 1
     slice_sizes = []
     for widths in slice_tokens:
-        slice_sizes.append(tuple(tokens / longest for tokens in widths))
-    attention = min(length_cost.attention_share(longest), MAX_ATTENTION)
+        sizes = tuple(tokens / longest for tokens in widths)
+        slice_sizes.append(sizes)
+    attention_share = length_cost.attention_share(longest)
+    attention = min(attention_share, MAX_ATTENTION)
     costs = replace(pipeline.costs, attention=attention)
     schedule = pipeline.schedule_by_length(tuple(slice_sizes), costs)
     table = _training_table(pipeline, schedule, costs, rank, bypasses)
@@ -186,16 +201,29 @@ def _training_table(
     # In a dynamic order, ranks choose their pairs at run time.
     if pipeline.dynamic is not None:
         schedule = replace(schedule, pairs=())
+    slots_by_edge = validate(schedule).slots
     # Activations and bypasses in the same direction share slots.
-    # (source, target, is forward) -> slots
-    by_pair: Counter[tuple[int, int, bool]] = Counter()
-    for (source, target, kind), count in validate(schedule).slots.items():
-        by_pair[source, target, kind in ("F", "P")] += count
-    return Table(schedule, rank, max(by_pair.values(), default=1), costs=costs)
+    slots_by_direction: Counter[_Direction] = Counter()
+    for (source, target, kind), num_slots in slots_by_edge.items():
+        is_forward = kind in ("F", "P")
+        direction = _Direction(source, target, is_forward)
+        slots_by_direction[direction] += num_slots
+    slots = max(slots_by_direction.values(), default=1)
+    return Table(schedule, rank, slots, costs=costs)
+
+
+class _Direction(NamedTuple):
+    """One direction of the messages from a rank to another one."""
+
+    source: int
+    target: int
+    is_forward: bool
 
 
 def check_same_table(
-    table: Table, groups: Sequence[dist.ProcessGroup], device: torch.device
+    table: Table,
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
 ) -> None:
     """Check that all ranks in every group run the same table. Collective over each group.
 
@@ -205,18 +233,20 @@ def check_same_table(
     # Ranks with different tables would wait for messages that are never sent until they
     # time out. Compare 15 hexadecimal digits of the digest, because they fit in an
     # int64.
-    digest = torch.tensor([int(table.schedule.digest[:15], 16)], device=device)
+    start_of_digest = int(table.schedule.digest[:15], 16)
+    digest = torch.tensor([start_of_digest], device=device)
     for group in groups:
         digests = [torch.empty_like(digest) for _ in range(group.size())]
         dist.all_gather(digests, digest, group=group)
         ranks = dist.get_process_group_ranks(group)
-        different = [
-            rank for rank, peer in zip(ranks, digests, strict=True) if peer != digest
-        ]
+        different = []
+        for rank, digest_of_rank in zip(ranks, digests, strict=True):
+            if digest_of_rank != digest:
+                different.append(str(rank))
         if different:
             raise ScheduleError(
                 f"the table for {table.schedule.label} on rank {dist.get_rank()} differs from the "
-                f"tables on ranks {', '.join(map(str, different))}; use the same flags, version of "
+                f"tables on ranks {', '.join(different)}; use the same flags, version of "
                 "megatron_ext and number of micro-batches on all ranks"
             )
 
@@ -230,16 +260,18 @@ def check_same_choice(choice: Choice) -> None:
     choices: list[Choice] = [choice] * dist.get_world_size()
     dist.all_gather_object(choices, choice)
     ranks_by_flags: dict[str, list[int]] = defaultdict(list)
-    for rank, peer in enumerate(choices):
-        ranks_by_flags[peer.flags].append(rank)
+    for rank, choice_of_rank in enumerate(choices):
+        ranks_by_flags[choice_of_rank.flags].append(rank)
     if len(ranks_by_flags) == 1:
         return
     descriptions = []
     for flags, ranks in ranks_by_flags.items():
-        other_ranks = f" and {len(ranks) - 1} others" if len(ranks) > 1 else ""
-        descriptions.append(
-            f"{flags} on rank {ranks[0]}{other_ranks}, {choices[ranks[0]].basis}"
-        )
+        first_rank = ranks[0]
+        where = f"rank {first_rank}"
+        if len(ranks) > 1:
+            where += f" and {len(ranks) - 1} others"
+        basis = choices[first_rank].basis
+        descriptions.append(f"{flags} on {where}, {basis}")
     raise ScheduleError(
         f"auto has chosen different flags: {'; '.join(descriptions)}; instead of auto, set one "
         "of these, such as the one for the device with the least memory"
@@ -252,7 +284,10 @@ tensor."""
 
 
 def shape_between_stages(
-    config: Any, groups: Any, length: int, micro_batch_size: int
+    config: Any,
+    groups: Any,
+    length: int,
+    micro_batch_size: int,
 ) -> tuple[int, int, int]:
     """Return the shape that stages exchange, `[s, b, h]`; n residual streams multiply h by n.
 
@@ -262,9 +297,11 @@ def shape_between_stages(
     divisor = groups.cp.size()
     if config.sequence_parallel:
         divisor *= groups.tp.size()
-    has_streams = getattr(config, "enable_mhc_connections", False)  # 0.20 and later
-    streams = config.mhc_num_residual_streams if has_streams else 1
-    return length // divisor, micro_batch_size, streams * config.hidden_size
+    num_streams = 1
+    if getattr(config, "enable_mhc_connections", False):  # 0.20 and later
+        num_streams = config.mhc_num_residual_streams
+    width = num_streams * config.hidden_size
+    return length // divisor, micro_batch_size, width
 
 
 @dataclass(frozen=True)
@@ -286,7 +323,9 @@ class Peers:
 
         This is true on the twin with the lower global rank.
         """
-        return not self.mirrored or self.pipeline[rank] < self.mirrored[rank]
+        if not self.mirrored:
+            return True
+        return self.pipeline[rank] < self.mirrored[rank]
 
 
 class Form(NamedTuple):
@@ -327,17 +366,25 @@ class PipelineEnds:
 
     @classmethod
     def of_shapes(
-        cls, peers: Peers, shapes: Shapes, dtype: torch.dtype
+        cls,
+        peers: Peers,
+        shapes: Shapes,
+        dtype: torch.dtype,
     ) -> PipelineEnds:
         """Return the ends for an ordinary pipeline, with the same dtype for all tensors."""
-        forms: dict[str, list[Form]] = {}
+        received: dict[str, list[Form]] = {}
         for kind, shapes_of_kind in shapes.items():
-            forms[kind] = []
+            received[kind] = []
             for part, shape in enumerate(shapes_of_kind):
-                forms[kind].append(Form(shape, dtype, part))
+                form = Form(shape, dtype, part)
+                received[kind].append(form)
         # The gradient that comes back (B) has one tensor per tensor in the activation
         # (F).
-        return cls(peers, forms, {"F": forms["B"], "B": forms["F"]})
+        sent = {
+            "F": received["B"],
+            "B": received["F"],
+        }
+        return cls(peers, received, sent)
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
         """Return the single global rank at the other end of a transfer."""
@@ -345,8 +392,10 @@ class PipelineEnds:
 
     def forms(self, transfer: Transfer) -> Sequence[Form]:
         """Return the tensors that a transfer moves, in order."""
-        by_kind = self.received if transfer.verb == "RECV" else self.sent
-        return by_kind[transfer.message.kind]
+        kind = transfer.message.kind
+        if transfer.verb == "RECV":
+            return self.received[kind]
+        return self.sent[kind]
 
 
 @dataclass(frozen=True)
@@ -370,34 +419,51 @@ def make_program(table: Table, ends: Ends, *, leads: bool = True) -> Program:
     # Look up everything in advance, because the device waits for the host between two actions.
     # Peers and names depend only on the table and the shapes, so all steps share one program.
     resolved = tuple(_resolved(exchange, ends) for exchange in table.exchanges)
-    # (transfer, number of transport calls before it is posted), in the shared order.
-    turns: list[tuple[Transfer, int]]
-    # In a disaggregated job, the transport matches messages by name, so their order is irrelevant.
-    if table.schedule.disaggregated:
-        turns = [(transfer, 0) for transfer in table.arrivals]
-    else:
-        # Tensors that stay on this rank (LOCAL) never reach the transport.
-        # [exchange] -> number of calls to `recv`; number of all calls before the exchange
-        received: list[int] = []
-        calls = [0]
-        for exchange in resolved:
-            num_received = sum(t.verb == "RECV" for t in exchange.all_inputs)
-            num_sent = sum(t.verb == "SEND" for t in exchange.all_outputs)
-            received.append(num_received)
-            calls.append(calls[-1] + num_received + num_sent)
-        turns = []
-        for post in table.order.posts(table.rank, leads=leads):
-            calls_before = calls[post.before]
-            if post.is_behind_inputs:
-                calls_before += received[post.before]
-            turns.append((post.transfer, calls_before))
     expected: list[Expected] = []
-    for transfer, after in turns:
+    for transfer, calls_before in _turns(table, resolved, leads=leads):
         for form in ends.forms(transfer):
             message = form.named(transfer.message)
             for rank in ends.ranks(transfer):
-                expected.append(Expected(rank, message, form.shape, form.dtype, after))
+                arrival = Expected(
+                    rank,
+                    message,
+                    form.shape,
+                    form.dtype,
+                    calls_before,
+                )
+                expected.append(arrival)
     return Program(resolved, tuple(expected))
+
+
+class _Turn(NamedTuple):
+    """When to post a receive."""
+
+    transfer: Transfer
+    calls_before: int
+    """Number of calls to the transport before the receive is posted."""
+
+
+def _turns(table: Table, resolved: Iterable[Exchange], *, leads: bool) -> list[_Turn]:
+    """Return the receives of a step, in the order that all ranks share."""
+    # In a disaggregated job, the transport matches messages by name, so their order is irrelevant.
+    if table.schedule.disaggregated:
+        return [_Turn(transfer, 0) for transfer in table.arrivals]
+    # Tensors that stay on this rank (LOCAL) never reach the transport.
+    # [exchange] -> number of calls to `recv`; number of all calls before the exchange
+    received: list[int] = []
+    calls = [0]
+    for exchange in resolved:
+        num_received = sum(t.verb == "RECV" for t in exchange.all_inputs)
+        num_sent = sum(t.verb == "SEND" for t in exchange.all_outputs)
+        received.append(num_received)
+        calls.append(calls[-1] + num_received + num_sent)
+    turns: list[_Turn] = []
+    for post in table.order.posts(table.rank, leads=leads):
+        calls_before = calls[post.before]
+        if post.is_behind_inputs:
+            calls_before += received[post.before]
+        turns.append(_Turn(post.transfer, calls_before))
+    return turns
 
 
 def _resolved(exchange: Exchange, ends: Ends) -> Exchange:
@@ -411,7 +477,11 @@ def _resolved(exchange: Exchange, ends: Ends) -> Exchange:
                     yield transfer._replace(message=name)
                     continue
                 for rank in ends.ranks(transfer):
-                    yield transfer._replace(message=name, peer=rank, to_twin=False)
+                    yield transfer._replace(
+                        message=name,
+                        peer=rank,
+                        to_twin=False,
+                    )
 
     partner = exchange.partner
     if partner is not None:

@@ -72,6 +72,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _MAX_TABLES_BY_LENGTH = 4
+_SliceTokens = tuple[tuple[int, ...], ...]
+"""Micro-batch -> number of tokens in each slice."""
 
 
 @dataclass
@@ -107,8 +109,14 @@ class Measured(Observer):
         self.busy_s += sum(duration_s for _, _, duration_s in executed)
         self.out_of_order += num_out_of_order(executed)
         row = tuple(action for _, action, _ in executed)
-        assert self._schedule is not None, "begin_step was not called"
-        peak = most_alive(row, 1.0, self._schedule.slices, self._schedule.slice_sizes)
+        schedule = self._schedule
+        assert schedule is not None, "begin_step was not called"
+        peak = most_alive(
+            row,
+            1.0,
+            schedule.slices,
+            schedule.slice_sizes,
+        )
         self.peak_live = max(self.peak_live, peak)
         self._schedule = None  # ranks pickle and exchange these statistics
 
@@ -147,9 +155,12 @@ class Runtime:
     ) -> None:
         for make in features():
             pipeline = make.pipeline_of(pipeline, config, seq_length)
-        self.pipeline, self.groups = pipeline, groups
-        self.placement = placement = pipeline.placement
-        self.rank = rank = groups.pp.rank()
+        placement = pipeline.placement
+        rank = groups.pp.rank()
+        self.pipeline = pipeline
+        self.groups = groups
+        self.placement = placement
+        self.rank = rank
         self._check_fit(chunks)
         # Chunks that have been checked.
         self.checked_chunks = WeakSet(chunks)
@@ -165,8 +176,10 @@ class Runtime:
         mirrored = self._mirrored_ranks()
         self.peers = Peers(dist.get_process_group_ranks(groups.pp), mirrored)
         full = replace(pipeline.full, bypasses=self.bypasses)
-        links = links_of(Table(full, rank, slots=0), self.peers)
-        crossed = [placement.is_crossed(stage) for stage in placement.stages_of[rank]]
+        full_table = Table(full, rank, slots=0)
+        links = links_of(full_table, self.peers)
+        stages = placement.stages_of[rank]
+        crossed = [placement.is_crossed(stage) for stage in stages]
         # Leader and followers in a dynamic order; None if every rank follows the table's order.
         self.leadership: tuple[int, list[int]] | None = None
         if pipeline.dynamic is not None:
@@ -176,8 +189,10 @@ class Runtime:
                 is_crossed and iterator is not None
                 for is_crossed, iterator in zip(crossed, iterators, strict=True)
             )
-            twin = mirrored[rank : rank + 1] if swaps else []
-            self.leadership = elect_leader(groups.tp, groups.cp, twins=twin)
+            twins = []
+            if swaps:
+                twins = mirrored[rank : rank + 1]
+            self.leadership = elect_leader(groups.tp, groups.cp, twins=twins)
             links |= self._decision_links(*self.leadership)
         self.observers = active.required().observers
         transport = open_transport(
@@ -198,13 +213,15 @@ class Runtime:
         self.run_ahead: RunAhead | None = None
         if not backend.is_host:
             self.run_ahead = RunAhead(
-                backend, self.device, timeout_s=pipeline.timeout_s
+                backend,
+                self.device,
+                timeout_s=pipeline.timeout_s,
             )
         self.measured = Measured()
         self._tables: dict[tuple[int, bool], Table] = {}
         # Slice sizes in tokens, [micro_batch][slice] -> table. Only the tables of the
         # latest steps with slices by length are kept.
-        self._tables_by_length: dict[tuple[tuple[int, ...], ...], Table] = {}
+        self._tables_by_length: dict[_SliceTokens, Table] = {}
         # Table -> its latest program, with the ends that it was built for.
         self._programs: dict[Table, tuple[PipelineEnds, Program]] = {}
         # Tables that were checked for layers that overwrite their first gradients.
@@ -219,10 +236,10 @@ class Runtime:
         if self.pipeline.config.twins < 2:
             return []
         # The twin is the neighbour in the data-parallel group.
-        replicas = dist.get_process_group_ranks(
-            parallel_state.get_data_parallel_group()
-        )
-        twin = replicas[replicas.index(dist.get_rank()) ^ 1]
+        replica_group = parallel_state.get_data_parallel_group()
+        replicas = dist.get_process_group_ranks(replica_group)
+        index = replicas.index(dist.get_rank())
+        twin = replicas[index ^ 1]  # replicas 0 and 1 are twins, so are 2 and 3
         mirrored = [0] * self.groups.pp.size()
         dist.all_gather_object(mirrored, twin, group=self.groups.pp)
         return mirrored
@@ -237,30 +254,34 @@ class Runtime:
         return links
 
     def _exchange_with_twin(
-        self, mirrored: Sequence[int], *, reads_for_twin: bool
+        self,
+        mirrored: Sequence[int],
+        *,
+        reads_for_twin: bool,
     ) -> Callable[[Any], Any] | None:
         """Return a function that swaps a data item with the twin; None if no stage needs one."""
         if not self.placement.twin_hops:
             return None
         # Ranks without such stages create no group but must still make this call:
         # creating groups is collective over the job.
-        twins = []
+        pairs = []
         if reads_for_twin:
             low, high = sorted((dist.get_rank(), mirrored[self.rank]))
-            twins = [(low, high)]
-        groups = groups_of_ranks(twins, self.pipeline.timeout_s)
-        return partial(swapped, groups[twins[0]]) if twins else None
+            pairs = [(low, high)]
+        groups = groups_of_ranks(pairs, self.pipeline.timeout_s)
+        if not pairs:
+            return None
+        [pair] = pairs
+        return partial(swapped, groups[pair])
 
     def _check_fit(self, chunks: Sequence[torch.nn.Module]) -> None:
-        name, placement, ranks = (
-            self.pipeline.name,
-            self.placement,
-            self.groups.pp.size(),
-        )
-        if ranks != placement.num_ranks:
+        name = self.pipeline.name
+        placement = self.placement
+        num_ranks = self.groups.pp.size()
+        if num_ranks != placement.num_ranks:
             raise ScheduleError(
                 f"{name} was chosen for {placement.num_ranks} pipeline ranks, but Megatron was "
-                f"initialised with {ranks}; use the same --pipeline-model-parallel-size"
+                f"initialised with {num_ranks}; use the same --pipeline-model-parallel-size"
             )
         num_chunks = len(placement.stages_of[self.rank])
         if len(chunks) != num_chunks:
@@ -291,9 +312,11 @@ class Runtime:
         data: list[MicrobatchData] = []
         stages = self.placement.stages_of[self.rank]
         for iterator, stage in zip(iterators, stages, strict=True):
-            is_crossed = self.placement.is_crossed(stage)
-            exchange = self.exchange if is_crossed else None
-            data.append(MicrobatchData(iterator, exchange, self.observers))
+            exchange = None
+            if self.placement.is_crossed(stage):
+                exchange = self.exchange
+            data_of_chunk = MicrobatchData(iterator, exchange, self.observers)
+            data.append(data_of_chunk)
         return data
 
     def data_order(self, table: Table, config: Any) -> DataOrder | None:
@@ -305,7 +328,9 @@ class Runtime:
         return None
 
     def read_ahead(
-        self, iterators: Sequence[Any], num_microbatches: int
+        self,
+        iterators: Sequence[Any],
+        num_microbatches: int,
     ) -> ReadAhead | None:
         """Return a training step's data if its table depends on the data; otherwise None.
 
@@ -320,7 +345,9 @@ class Runtime:
         return None
 
     def table_by_length(
-        self, slice_tokens: tuple[tuple[int, ...], ...], length_cost: LengthCost
+        self,
+        slice_tokens: _SliceTokens,
+        length_cost: LengthCost,
     ) -> Table:
         """Return the table for a step whose slices depend on the lengths of its micro-batches.
 
@@ -345,7 +372,8 @@ class Runtime:
         # same lengths, and tables use memory.
         self._tables_by_length[slice_tokens] = table
         if len(self._tables_by_length) > _MAX_TABLES_BY_LENGTH:
-            oldest = self._tables_by_length.pop(next(iter(self._tables_by_length)))
+            oldest_slice_tokens = next(iter(self._tables_by_length))
+            oldest = self._tables_by_length.pop(oldest_slice_tokens)
             self._programs.pop(oldest, None)
             self._checked.discard(oldest)
         return table
@@ -395,16 +423,21 @@ class Runtime:
         check_same_table(table, members, self.device)
 
     def run(
-        self, table: Table, call: Call, shapes: Shapes, *, force_all_reduce: bool
+        self,
+        table: Table,
+        call: Call,
+        shapes: Shapes,
+        *,
+        force_all_reduce: bool,
     ) -> StageCompute:
         """Run one step. On failure, drop deferred weight gradients and abort the transport."""
         trains = not call.forward_only
         splits_backward = self.pipeline.full.splits_backward
-        for stage, chunk in zip(
-            self.placement.stages_of[self.rank], call.chunks, strict=True
-        ):
+        stages = self.placement.stages_of[self.rank]
+        for stage, chunk in zip(stages, call.chunks, strict=True):
             self.splits.register_modules(stage, chunk, splits=splits_backward)
-        if trains and table.split_backwards and call.config.sequence_parallel:
+        defers = trains and table.split_backwards
+        if defers and call.config.sequence_parallel:
             self.splits.agree_on_whole_gradients(self.groups.tp, self.device)
         compute, ends = self._compute(table, call, shapes)
         sync = Sync()
@@ -421,9 +454,7 @@ class Runtime:
         for observer in observers:
             observer.begin_step(compute)
         compute.observe(observers)
-        num_parts = {
-            message: len(tensors) for message, tensors in ends.received.items()
-        }
+        num_parts = {kind: len(forms) for kind, forms in ends.received.items()}
         executor = Executor(
             table=table,
             program=self._program(table, ends),
@@ -437,7 +468,8 @@ class Runtime:
             observers=observers,
         )
         try:
-            if trains and self.splits.overwrites_first and table not in self._checked:
+            is_checked = table in self._checked
+            if trains and self.splits.overwrites_first and not is_checked:
                 check_first_gradients(table.schedule, self.rank)
                 self._checked.add(table)
             with sync, compute.around_step():
@@ -448,7 +480,8 @@ class Runtime:
                 feature.step_failed()
             # If the transport supports it, report the error to peers, so that they stop waiting
             # before they time out. The exception for Ctrl-C has no message.
-            self.transport.abort(str(error) or type(error).__name__)
+            reason = str(error) or type(error).__name__
+            self.transport.abort(reason)
             raise
         if trains and not self._has_split:
             self._check_split(table, call.chunks)
@@ -459,10 +492,19 @@ class Runtime:
         return compute
 
     def _compute(
-        self, table: Table, call: Call, shapes: Shapes
+        self,
+        table: Table,
+        call: Call,
+        shapes: Shapes,
     ) -> tuple[StageCompute, PipelineEnds]:
         """Return the object that computes a step's actions and the `Ends` of its messages."""
-        step = Step(table, call, shapes, self.peers, self.splits)
+        step = Step(
+            table,
+            call,
+            shapes,
+            self.peers,
+            self.splits,
+        )
         for feature in self.features:
             computed = feature.compute(step)
             if computed is not None:
@@ -474,10 +516,16 @@ class Runtime:
                 "reinstall megatron_ext"
             )
         shapes = self._on_wires(shapes)
-        ends = PipelineEnds.of_shapes(self.peers, shapes, call.config.pipeline_dtype)
-        return StageCompute(
-            call, table, len(shapes["F"]), shapes["B"], self.splits
-        ), ends
+        dtype = call.config.pipeline_dtype
+        ends = PipelineEnds.of_shapes(self.peers, shapes, dtype)
+        compute = StageCompute(
+            call,
+            table,
+            num_inputs=len(shapes["F"]),
+            handed_on=shapes["B"],
+            splits=self.splits,
+        )
+        return compute, ends
 
     def _on_wires(self, shapes: Shapes) -> Shapes:
         """Return the shapes of the tensors that the transport carries between stages."""
@@ -488,15 +536,17 @@ class Runtime:
     def _program(self, table: Table, ends: PipelineEnds) -> Program:
         """Return a table's program, rebuilt if its ends have changed."""
         latest = self._programs.get(table)
-        if latest is not None and latest[0] == ends:
-            return latest[1]
+        if latest is not None:
+            latest_ends, program = latest
+            if latest_ends == ends:
+                return program
         leads = self.peers.leads(self.rank)
         if table.schedule.slice_sizes:
             with self._making_table():
                 program = make_program(table, ends, leads=leads)
         else:
             program = make_program(table, ends, leads=leads)
-        self._programs[table] = ends, program
+        self._programs[table] = (ends, program)
         return program
 
     def _name_of(self, rank: int | None) -> str:
@@ -510,16 +560,15 @@ class Runtime:
         # In this case, the step is correct, but slower than its table predicts. Either
         # the patch `split_backward.linear` does not match this Megatron release, or the
         # model has custom layers.
-        self._has_split = any(
-            action.kind == "I" for action in table.schedule.rows[self.rank]
-        )
-        trains = any(p.requires_grad for chunk in chunks for p in chunk.parameters())
-        if (
-            self._has_split
-            and trains
-            and not self.splits.has_deferred
-            and not dist.get_rank()
-        ):
+        row = table.schedule.rows[self.rank]
+        self._has_split = any(action.kind == "I" for action in row)
+        if not self._has_split or self.splits.has_deferred:
+            return
+        weights: list[torch.nn.Parameter] = []
+        for chunk in chunks:
+            weights += chunk.parameters()
+        has_trained_weights = any(weight.requires_grad for weight in weights)
+        if has_trained_weights and dist.get_rank() == 0:
             active.report_departure(
                 f"{table.schedule.label} splits backward passes, but no layer on rank 0 deferred a "
                 "weight gradient to W (patch split_backward.linear): its linear layers are not "
@@ -528,16 +577,22 @@ class Runtime:
 
     def _order(self, table: Table, call: Call, num_parts: dict[str, int]) -> Order:
         """Return the step's order; evaluations use the table's order, which is the shortest."""
-        timeout_s = self.pipeline.timeout_s
         if self.leadership is None or call.forward_only:
             return Order(table)
         leader, followers = self.leadership
+        timeout_s = self.pipeline.timeout_s
         if leader != dist.get_rank():
-            return LedOrder(table, self.transport, leader, timeout_s)
-        if table.schedule.slice_sizes:
+            return LedOrder(
+                table,
+                self.transport,
+                leader,
+                timeout_s,
+            )
+        schedule = table.schedule
+        if schedule.slice_sizes:
             with self._making_table():
-                policies = self.pipeline.policies_of(table.schedule, table.costs)
-                policy = policies(self.rank)
+                policy_of = self.pipeline.policies_of(schedule, table.costs)
+                policy = policy_of(self.rank)
         else:
             policy = self.pipeline.policy(call.num_microbatches, self.rank)
         return PolicyOrder(
@@ -601,19 +656,23 @@ def in_force() -> Runtimes:
 def totals() -> tuple[Measured, int]:
     """Return this process's training statistics so far and the number of bytes sent."""
     together = Measured()
+    num_bytes = 0
     runtimes = list(in_force())
     for runtime in runtimes:
         together.add(runtime.measured)
-    return together, sum(runtime.transport.stats().bytes for runtime in runtimes)
+        num_bytes += runtime.transport.stats().bytes
+    return together, num_bytes
 
 
 def log_statistics(*, of_all: bool = True) -> None:
     """Log training statistics on rank 0, for all ranks (collective) or only for rank 0."""
     for runtime in in_force():
-        by_rank, where = [runtime.measured], " on this rank"
+        by_rank = [runtime.measured]
+        where = " on this rank"
         if of_all:
             # Creating a runtime is collective, so all ranks hold their runtimes in the same order.
-            by_rank, where = [Measured() for _ in range(dist.get_world_size())], ""
+            by_rank = [Measured() for _ in range(dist.get_world_size())]
+            where = ""
             dist.all_gather_object(by_rank, runtime.measured)
         together = Measured()
         for measured in by_rank:
@@ -621,15 +680,18 @@ def log_statistics(*, of_all: bool = True) -> None:
         if not together.steps or dist.get_rank():
             continue
         pipeline = runtime.pipeline
-        schedule, dynamic = pipeline.full, pipeline.dynamic
-        order = "table" if dynamic is None else dynamic.policy
+        schedule = pipeline.full
+        order = "table"
+        if pipeline.dynamic is not None:
+            order = pipeline.dynamic.policy
         jumped = 100 * together.out_of_order / together.actions
         figures = [f"{jumped:.1f} % of actions out of order"]
         # Busy times are measured on the host. On any other device, a launch returns before the
         # computation is complete.
         if runtime.device.type == "cpu":
             # Use the longest wall time: ranks that finish a step early wait for the slowest rank.
-            whole_s = len(by_rank) * max(measured.wall_s for measured in by_rank)
+            longest_s = max(measured.wall_s for measured in by_rank)
+            whole_s = len(by_rank) * longest_s
             idle = 100 * (1 - together.busy_s / whole_s)
             figures.append(f"{idle:.1f} % of the time idle")
         activations = together.peak_live * schedule.pp / schedule.num_stages

@@ -135,7 +135,11 @@ class SplitBackward:
         self.before_whole = None
 
     def register_modules(
-        self, stage: int, chunk: torch.nn.Module, *, splits: bool = True
+        self,
+        stage: int,
+        chunk: torch.nn.Module,
+        *,
+        splits: bool = True,
     ) -> None:
         """Register a stage's model chunk: its embeddings and its Transformer Engine layers.
 
@@ -148,9 +152,13 @@ class SplitBackward:
         registered = self._chunks.get(stage)
         if registered is not None and registered.module is chunk:
             return
-        put = self._put if splits else None
-        postponing = PostponingLayers(chunk, put, may_wait=self._may_wait_for_te)
-        self._chunks[stage] = _Chunk(chunk, postponing, tuple(chunk.parameters()))
+        postponing = PostponingLayers(
+            chunk,
+            put=self._put if splits else None,
+            may_wait=self._may_wait_for_te,
+        )
+        weights = tuple(chunk.parameters())
+        self._chunks[stage] = _Chunk(chunk, postponing, weights)
         for module in chunk.modules():
             # A stage may tie this weight to the output layer, and multi-token prediction uses both
             # several times. Autograd must sum the gradients in its own order, in a single backward
@@ -159,7 +167,9 @@ class SplitBackward:
                 setattr(module.weight, _EMBEDDING, True)
 
     def agree_on_whole_gradients(
-        self, group: dist.ProcessGroup, device: torch.device
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         """Do not defer a weight's gradient if any tensor-parallel rank cannot defer it.
 
@@ -175,10 +185,13 @@ class SplitBackward:
         is_whole = torch.tensor(flags, dtype=torch.int32, device=device)
         dist.all_reduce(is_whole, op=dist.ReduceOp.MAX, group=group)
         self._agreed.clear()
-        for weight, reason, anywhere in zip(
-            weights, reasons, is_whole.tolist(), strict=True
+        for weight, reason, is_whole_anywhere in zip(
+            weights,
+            reasons,
+            is_whole.tolist(),
+            strict=True,
         ):
-            if anywhere:
+            if is_whole_anywhere:
                 self._agreed.add(id(weight))
                 self._say(weight, reason or _OTHER_RANK)
         self._log()
@@ -188,8 +201,10 @@ class SplitBackward:
 
         Use the context for this backward pass only: a nested one would miss its weight gradients.
         """
+        layers = None
         chunk = self._chunks.get(stage)
-        layers = chunk.postponing if chunk and chunk.postponing.layers else None
+        if chunk is not None and chunk.postponing.layers:
+            layers = chunk.postponing
         return _Deferral(self, (stage, microbatch), layers)
 
     def postponing(self, stage: int) -> PostponingLayers | None:
@@ -197,7 +212,9 @@ class SplitBackward:
         # Transformer Engine's layers decide in the forward pass whether to defer their weight
         # gradients.
         chunk = self._chunks.get(stage)
-        return chunk.postponing if chunk and chunk.postponing.layers else None
+        if chunk is not None and chunk.postponing.layers:
+            return chunk.postponing
+        return None
 
     def may_wait(self, weight: torch.nn.Parameter, *, gathers: bool = False) -> bool:
         """Return whether a weight's gradient may wait for W; called from a layer within I.
@@ -223,7 +240,9 @@ class SplitBackward:
         return False
 
     def _agreed_reason(
-        self, weight: torch.nn.Parameter, reason: str | None
+        self,
+        weight: torch.nn.Parameter,
+        reason: str | None,
     ) -> str | None:
         """Return why no tensor-parallel rank defers a weight's gradient, or None if all of them do.
 
@@ -248,11 +267,11 @@ class SplitBackward:
         # The operands may be messages (a received gradient, or an activation that the first layer
         # uses directly), whose memory must stay valid until W.
         weight = gradient.weights[0]
+        layer_id = id(weight)
         self.has_deferred = True
-        self._waiting.setdefault(self._key, {}).setdefault(id(weight), []).append(
-            gradient
-        )
-        self._streams[id(weight)] = stream_of_backward(weight)
+        waiting = self._waiting.setdefault(self._key, {})
+        waiting.setdefault(layer_id, []).append(gradient)
+        self._streams[layer_id] = stream_of_backward(weight)
 
     @contextmanager
     def reporting(self, progress: Progress) -> Iterator[None]:
@@ -264,7 +283,11 @@ class SplitBackward:
             self._progress = None
 
     def run(
-        self, stage: int, microbatch: int, *, in_current_stream: bool = False
+        self,
+        stage: int,
+        microbatch: int,
+        *,
+        in_current_stream: bool = False,
     ) -> None:
         """Run W: compute a micro-batch's weight gradients and accumulate them.
 
@@ -286,20 +309,20 @@ class SplitBackward:
 
         Do not call this for layers whose gradients need a collective.
         """
-        waiting = self._waiting.get((stage, microbatch), {})
+        key = (stage, microbatch)
+        waiting = self._waiting.get(key, {})
         if waiting:
             layer_id = next(iter(waiting))
             self._compute({layer_id: waiting.pop(layer_id)})
         if waiting:
             return True
-        self._waiting.pop((stage, microbatch), None)
+        self._waiting.pop(key, None)
         return False
 
     def gradients(self, stage: int, microbatch: int) -> list[WeightGradient]:
         """Return a micro-batch's gradients that are waiting for W."""
-        return list(
-            chain.from_iterable(self._waiting.get((stage, microbatch), {}).values())
-        )
+        waiting = self._waiting.get((stage, microbatch), {})
+        return list(chain.from_iterable(waiting.values()))
 
     def _compute(
         self,
@@ -313,13 +336,12 @@ class SplitBackward:
         # With sequence parallelism, all-gather the inputs again, one gradient ahead of the GEMMs,
         # so that gathers and GEMMs overlap. The gather is collective, so all tensor-parallel ranks
         # on a stage must compute the same gradients in the same order.
-        ahead = deque(
-            zip(chain.from_iterable(waiting.values()), cycle(_BUFFERS), strict=False)
-        )
+        in_order = chain.from_iterable(waiting.values())
+        to_fetch = deque(zip(in_order, cycle(_BUFFERS), strict=False))
 
         def fetch() -> None:
-            if ahead:
-                gradient, buffer = ahead.popleft()
+            if to_fetch:
+                gradient, buffer = to_fetch.popleft()
                 gradient.fetch(buffer)
 
         def report() -> None:
@@ -328,26 +350,29 @@ class SplitBackward:
 
         report()
         fetch()
-        for weight, gradients in waiting.items():
-            done = gradients[0].weights
-            with in_stream(None if in_current_stream else self._streams[weight]):
+        for layer_id, gradients in waiting.items():
+            weights = gradients[0].weights  # `accumulate` empties the list
+            stream = None if in_current_stream else self._streams[layer_id]
+            with in_stream(stream):
                 accumulate(gradients, fetch)
-            remaining.difference_update(map(id, done))
+            remaining.difference_update(map(id, weights))
             report()
 
     def _catch_up(self, weight: torch.Tensor) -> None:
         """Accumulate a weight's waiting gradients now, because its next gradient will not wait."""
         if self.before_whole is not None:
             self.before_whole(weight)
+        layer_id = id(weight)
         for waiting in self._waiting.values():
-            gradients = waiting.pop(id(weight), None)
+            gradients = waiting.pop(layer_id, None)
             if gradients is not None:
-                self._compute({id(weight): gradients})
+                self._compute({layer_id: gradients})
 
     def waiting(self, stage: int, microbatch: int) -> frozenset[int]:
         """Return the ids of the weights whose gradients for a micro-batch wait for W."""
         weight_ids: set[int] = set()
-        for gradients in self._waiting.get((stage, microbatch), {}).values():
+        waiting = self._waiting.get((stage, microbatch), {})
+        for gradients in waiting.values():
             weight_ids.update(map(id, gradients[0].weights))
         return frozenset(weight_ids)
 
@@ -366,9 +391,11 @@ class SplitBackward:
 
     def _why_whole(self, weight: torch.Tensor) -> str | None:
         """Return why a weight's gradient cannot be deferred now, or None if it can."""
-        for hook in (weight._backward_hooks or {}).values():
-            if type(hook) is not _Watch:
-                return _HAS_HOOK
+        hooks = weight._backward_hooks
+        if hooks:
+            for hook in hooks.values():
+                if type(hook) is not _Watch:
+                    return _HAS_HOOK
         if weight._post_accumulate_grad_hooks:
             return _HAS_HOOK
         # With Megatron's FSDP, gradients do not have separate memory.
@@ -382,10 +409,10 @@ class SplitBackward:
         for weight, reason in zip(weights, reasons, strict=True):
             if reason is not None:
                 self._say(weight, reason)
-        may_wait = reasons.count(None) == len(reasons)
+        all_may_wait = reasons.count(None) == len(reasons)
         # If a weight was frozen after its forward pass, autograd drops its gradient, but with
         # fusion the layer's own backward pass would still add it.
-        may_wait = may_wait and all(weight.requires_grad for weight in weights)
+        may_wait = all_may_wait and all(weight.requires_grad for weight in weights)
         if not may_wait and self._key is not None:
             self._catch_up(weights[0])
         return may_wait
@@ -399,10 +426,13 @@ class SplitBackward:
         for hook in hooks.values():
             if isinstance(hook, _Watch) and hook.splits is self:
                 return
-        self._hooks.append(weight.register_hook(_Watch(self, weight, layer_id)))
+        watch = _Watch(self, weight, layer_id)
+        self._hooks.append(weight.register_hook(watch))
 
     def _arrived(
-        self, watch: _Watch, gradient: torch.Tensor | None
+        self,
+        watch: _Watch,
+        gradient: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Handle a weight's gradient, as summed by autograd; the gradient may be None.
 
@@ -431,7 +461,8 @@ class SplitBackward:
     def _prepare_for_ddp(self, weight: Any, gradient: torch.Tensor | None) -> None:
         """Set `grad` until the end of I: DDP's hook, which runs next, requires it and drops it."""
         has_flag = hasattr(weight, "grad_added_to_main_grad")
-        self._prepared.append(_Prepared(weight, weight.grad, has_flag))
+        prepared = _Prepared(weight, weight.grad, has_flag)
+        self._prepared.append(prepared)
         weight.grad = gradient
         if has_flag:
             weight.grad_added_to_main_grad = True
@@ -447,7 +478,10 @@ class SplitBackward:
         self._prepared.clear()
 
     def _put(
-        self, layer: Any, operands: list[Any], product: Callable[..., Any]
+        self,
+        layer: Any,
+        operands: list[Any],
+        product: Callable[..., Any],
     ) -> None:
         """Store an entry that a Transformer Engine layer queues; replaces `WeightGradStore.put`."""
         gradient: Any = TeGradients(layer)
@@ -461,10 +495,11 @@ class SplitBackward:
                 "gradient is postponed; use torch.autograd.grad there, or a schedule that does not "
                 "split backward passes, such as 1f1b"
             )
-        waiting = self._waiting.get(self._key, {}).get(id(weight))
+        layer_id = id(weight)
+        waiting = self._waiting.get(self._key, {}).get(layer_id)
         if waiting is None:
             for parameter in gradient.weights:
-                self._watch(parameter, id(weight))
+                self._watch(parameter, layer_id)
             self.record(gradient)
         else:
             gradient = waiting[0]
@@ -482,9 +517,10 @@ class SplitBackward:
         """Log the recorded weights on one replica."""
         if _is_first_replica():
             for reason, weights in self._unlogged.items():
-                names = ", ".join(self._name(weight) for weight in weights)
+                names = [self._name(weight) for weight in weights]
                 report_departure(
-                    f"weight gradient computed in I instead of W: {names}, because {reason}"
+                    f"weight gradient computed in I instead of W: {', '.join(names)}, because "
+                    f"{reason}"
                 )
         self._unlogged.clear()
 
@@ -492,7 +528,9 @@ class SplitBackward:
         for chunk in self._chunks.values():
             for name, parameter in chunk.module.named_parameters():
                 if parameter is weight:
-                    return name.removeprefix("module.").removeprefix("module.")
+                    # Omit the prefixes of Megatron's two wrappers.
+                    name_in_wrapper = name.removeprefix("module.")
+                    return name_in_wrapper.removeprefix("module.")
         return f"a weight {list(weight.shape)}"
 
 
@@ -521,12 +559,20 @@ class _Watch:
     __slots__ = ("layer_id", "nothing", "splits", "weight")
 
     def __init__(
-        self, splits: SplitBackward, weight: torch.nn.Parameter, layer_id: int
+        self,
+        splits: SplitBackward,
+        weight: torch.nn.Parameter,
+        layer_id: int,
     ) -> None:
-        self.splits, self.layer_id = splits, layer_id
+        self.splits = splits
+        self.layer_id = layer_id
         self.weight = weakref.ref(weight)
         # A placeholder gradient for DDP's hook, which does not read its values.
-        nothing = torch.zeros((), dtype=weight.dtype, device=weight.device)
+        nothing = torch.zeros(
+            (),
+            dtype=weight.dtype,
+            device=weight.device,
+        )
         self.nothing = nothing.expand(weight.shape)
 
     def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -540,9 +586,14 @@ class _Deferral:
     __slots__ = ("_key", "_layers", "_split")
 
     def __init__(
-        self, split: SplitBackward, key: _Key, layers: PostponingLayers | None
+        self,
+        split: SplitBackward,
+        key: _Key,
+        layers: PostponingLayers | None,
     ) -> None:
-        self._split, self._key, self._layers = split, key, layers
+        self._split = split
+        self._key = key
+        self._layers = layers
 
     def __enter__(self) -> None:
         split = self._split

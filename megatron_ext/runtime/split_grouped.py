@@ -28,8 +28,10 @@ class _GroupedGradient(WeightGradient):
         product: torch.autograd.graph.GradientEdge,
         grad_output: torch.Tensor,
     ) -> None:
-        self.weights, self.grad_output = (weight,), grad_output
-        self._experts, self._product = experts, product
+        self.weights = (weight,)
+        self.grad_output = grad_output
+        self._experts = experts
+        self._product = product
         self._unchanged = Unchanged(grad_output)
 
     def compute(self) -> Sequence[torch.Tensor]:
@@ -55,41 +57,51 @@ class _GroupedProduct(torch.autograd.Function):
         experts_leaf = experts.detach().requires_grad_()
         with torch.enable_grad():
             product = gmm(tokens_leaf, experts_leaf, batch_sizes, trans_b=trans_b)
-        ctx.graph = (
-            tokens_leaf,
-            experts_leaf,
-            torch.autograd.graph.get_gradient_edge(product),
-        )
-        ctx.parameter, ctx.splits = experts._base, splits
+        product_edge = torch.autograd.graph.get_gradient_edge(product)
+        ctx.graph = (tokens_leaf, experts_leaf, product_edge)
+        ctx.parameter = experts._base
+        ctx.splits = splits
         ctx.call = (gmm, batch_sizes, trans_b)
         return product.detach()
 
     @staticmethod
     @once_differentiable  # as in the library: autograd cannot differentiate its kernels
     def backward(
-        ctx: Any, grad_output: torch.Tensor
+        ctx: Any,
+        grad_output: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         tokens, experts, product = ctx.graph
-        weight, splits = ctx.parameter, ctx.splits
+        weight = ctx.parameter
+        splits = ctx.splits
         grad_output = grad_output.contiguous()
         waits = splits.is_deferring and accumulates(weight) and splits.may_wait(weight)
-        grad_tokens = grad_experts = None
+        grad_tokens = None
+        grad_experts = None
         if waits:
             gmm, batch_sizes, trans_b = ctx.call
             ctx.graph = None  # W frees it
             splits.record(_GroupedGradient(weight, experts, product, grad_output))
             if tokens.requires_grad:
                 grad_tokens = gmm(
-                    grad_output, experts.detach(), batch_sizes, trans_b=not trans_b
+                    grad_output,
+                    experts.detach(),
+                    batch_sizes,
+                    trans_b=not trans_b,
                 )
         elif tokens.requires_grad:
             # Keep the graph, in case the backward pass retains it.
             grad_tokens, grad_experts = torch.autograd.grad(
-                product, (tokens, experts), grad_output, retain_graph=True
+                product,
+                (tokens, experts),
+                grad_output,
+                retain_graph=True,
             )
         else:
-            (grad_experts,) = torch.autograd.grad(
-                product, experts, grad_output, retain_graph=True
+            [grad_experts] = torch.autograd.grad(
+                product,
+                experts,
+                grad_output,
+                retain_graph=True,
             )
         return grad_tokens, grad_experts, None, None, None, None
 
@@ -109,10 +121,16 @@ def grouped_product(
     # Builds of grouped_gemm differ, so only call the library's `ops.gmm`. `gmm`'s own
     # backward pass computes all gradients except the token gradient in I, which is
     # computed by another call to `gmm`.
-    weight = experts._base
-    if weight is None or not experts.requires_grad or not torch.is_grad_enabled():
+    is_view = experts._base is not None
+    needs_gradient = experts.requires_grad and torch.is_grad_enabled()
+    if not is_view or not needs_gradient:
         return gmm(tokens, experts, batch_sizes, trans_b=trans_b)
     product: torch.Tensor = _GroupedProduct.apply(
-        tokens, experts, gmm, splits, batch_sizes, trans_b
+        tokens,
+        experts,
+        gmm,
+        splits,
+        batch_sizes,
+        trans_b,
     )
     return product

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 # Positions in the tensor inputs of Megatron's function: input, weight, bias. Its
 # backward pass returns its results in the same positions, followed by None for the
 # remaining inputs.
-_WEIGHT, _BIAS = 1, 2
+_WEIGHT = 1
+_BIAS = 2
 
 
 def linear_backward(
@@ -52,16 +53,18 @@ def linear_backward(
     # Do not read the saved tensor: hooks on saved tensors return copies, and torch's
     # checkpoint allows each saved tensor to be unpacked only once. If the node has no
     # `variable`, the weight is not a leaf.
-    weight = getattr(accumulator, "variable", None)
-    if not (
+    weight: Any = getattr(accumulator, "variable", None)
+    # Since 0.19, the weight itself may be gathered.
+    is_gathered = getattr(ctx, "gtp_remat_size", 1) != 1
+    waits = (
         isinstance(weight, torch.nn.Parameter)
         and ctx.grad_output_buffer is None  # --defer-embedding-wgrad-compute
-        and getattr(ctx, "gtp_remat_size", 1)
-        == 1  # since 0.19, the weight itself may be gathered
+        and not is_gathered
         and weight.requires_grad  # if frozen after the forward pass, autograd drops its gradient
         and will_accumulate(accumulator)
         and splits.may_wait(weight, gathers=ctx.sequence_parallel)
-    ):
+    )
+    if not waits:
         return backward(ctx, grad_output)
     without_weight = _ContextWithoutWeight(ctx, weight)
     gradients = list(backward(without_weight, grad_output))
@@ -86,7 +89,8 @@ class _ContextWithoutWeight:
     use_bias = False
 
     def __init__(self, ctx: Any, weight: torch.nn.Parameter) -> None:
-        self._ctx, self._weight = ctx, weight
+        self._ctx = ctx
+        self._weight = weight
         self._input, saved_weight = ctx.saved_tensors
         # Pass a view, which lacks the parameter's attributes. If the attributes were present,
         # upstream would return uninitialised memory as the weight's gradient, as a placeholder for
@@ -113,7 +117,10 @@ class _ContextWithoutWeight:
         # Create the gradient here, because upstream has entered the autocast context of
         # the layer's forward pass.
         self.gradient = LinearGradient(
-            self._weight, self._input, grad_output, self._ctx
+            self._weight,
+            self._input,
+            grad_output,
+            self._ctx,
         )
         if self._ctx.use_bias:
             flat, _ = prepare_input_tensors_for_wgrad_compute(grad_output, grad_output)
@@ -140,23 +147,30 @@ class LinearGradient(WeightGradient):
         # The whole input, `[s, b, h]`, and the pending gather that fills it.
         self._gathered: tuple[torch.Tensor, torch.distributed.Work] | None = None
         self._autocast: AbstractContextManager[object] = nullcontext()
-        kind = grad_output.device.type
-        if torch.is_autocast_enabled(kind):
-            self._autocast = torch.autocast(kind, torch.get_autocast_dtype(kind))
+        device_type = grad_output.device.type
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            self._autocast = torch.autocast(device_type, dtype)
         self._unchanged = Unchanged(self.input, self.grad_output)
 
     def fetch(self, buffer: str) -> None:
         """Start gathering the input, if it is split."""
         if self._gather_group is None:
             return
-        size = [self.input.size(0) * self._gather_group.size(), *self.input.shape[1:]]
+        share = self.input
+        length = share.size(0) * self._gather_group.size()
         total_input = get_global_memory_buffer().get_tensor(
-            size, self.input.dtype, buffer
+            [length, *share.shape[1:]],
+            share.dtype,
+            buffer,
         )
         arrival = layers.dist_all_gather_func(
-            total_input, self.input, group=self._gather_group, async_op=True
+            total_input,
+            share,
+            group=self._gather_group,
+            async_op=True,
         )
-        self._gathered = total_input, arrival
+        self._gathered = (total_input, arrival)
 
     def compute(self) -> list[torch.Tensor | None]:
         """Return the gradient, or accumulate it if the kernel is fused."""
@@ -166,13 +180,15 @@ class LinearGradient(WeightGradient):
             total_input, arrival = self._gathered
             arrival.wait()
         grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
-            self.grad_output, total_input
+            self.grad_output,
+            total_input,
         )
+        weight = self.weights[0]
         if not self.is_fused:
             with self._autocast:
                 product = torch.matmul(grad_output.t(), total_input)
-            return [product.to(self.weights[0].dtype)]  # as autograd does
-        main_grad = self.weights[0].main_grad
+            return [product.to(weight.dtype)]  # as autograd does
+        main_grad = weight.main_grad
         kernels = layers.fused_weight_gradient_mlp_cuda
         if main_grad.dtype == torch.float32:
             kernels.wgrad_gemm_accum_fp32(total_input, grad_output, main_grad)

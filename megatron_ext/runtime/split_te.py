@@ -18,15 +18,22 @@ import torch
 
 from megatron_ext.runtime.weight_gradients import WeightGradient, add_to
 
+_Product = Callable[..., Any]
+"""Computes the weight gradients of one use of a layer from its operands."""
+_Put = Callable[[Any, list[Any], _Product], None]
+"""Takes a layer, its operands and their product."""
+
 
 def overwrites_first(module: torch.nn.Module) -> bool:
     """Return whether a chunk's layers overwrite weight gradients in a step's first micro-batch."""
-    return any(
-        getattr(layer, "fuse_wgrad_accumulation", False)
-        and getattr(layer, "is_first_microbatch", None) is not None
-        and not getattr(layer, "disable_parameter_transpose_cache", False)
-        for layer in module.modules()
-    )
+    for layer in module.modules():
+        is_fused = getattr(layer, "fuse_wgrad_accumulation", False)
+        # The setting that makes Megatron pass `is_first_microbatch=None` in every call.
+        ignores_first = getattr(layer, "disable_parameter_transpose_cache", False)
+        knows_first = getattr(layer, "is_first_microbatch", None) is not None
+        if is_fused and knows_first and not ignores_first:
+            return True
+    return False
 
 
 class PostponingLayers:
@@ -40,7 +47,7 @@ class PostponingLayers:
     def __init__(
         self,
         chunk: torch.nn.Module,
-        put: Callable[[Any, list[Any], Callable[..., Any]], None] | None,
+        put: _Put | None,
         may_wait: Callable[[Sequence[Any]], bool],
     ) -> None:
         self.overwrites_first = overwrites_first(chunk)
@@ -50,13 +57,13 @@ class PostponingLayers:
             return
         for layer in chunk.modules():
             store: Any = getattr(layer, "wgrad_store", None)
-            if store is None or store.context is None:
-                continue  # not built to defer
-            store.disable_delay_wgrad_compute()
-            if not _can_postpone(layer):
+            is_built_to_defer = store is not None and store.context is not None
+            if not is_built_to_defer:
                 continue
-            self.layers.append(layer)
-            store.put = partial(put, layer)
+            store.disable_delay_wgrad_compute()
+            if _can_postpone(layer):
+                self.layers.append(layer)
+                store.put = partial(put, layer)
 
     def __enter__(self) -> None:
         """Make the layers defer their weight gradients, except where `may_wait` forbids it."""
@@ -80,29 +87,32 @@ class TeGradients(WeightGradient):
         # Replaces the layer's own queue, which does not distinguish micro-batches.
         self._entries: SimpleQueue[list[Any]] = SimpleQueue()
 
-    def put(self, operands: list[Any], product: Callable[..., Any]) -> None:
+    def put(self, operands: list[Any], product: _Product) -> None:
         """Add an entry in the format of the layer's own queue."""
-        if any(getattr(self._layer, name, False) for name in _GATHERS_IN_USER_BUFFERS):
+        layer = self._layer
+        if any(getattr(layer, name, False) for name in _GATHERS_IN_USER_BUFFERS):
             operands = [_copied(operand) for operand in operands]
-        if not self.is_fused and isinstance(operands[-1], list):
-            product = _into_new_memory(operands[-1], product)
+        gradients = operands[-1]
+        if not self.is_fused and isinstance(gradients, list):
+            product = _into_new_memory(gradients, product)
         self._entries.put([operands, product])
 
     def compute(self) -> list[torch.Tensor | None]:
         """Run the layer's `backward_dw`; return gradients that it does not accumulate itself."""
-        self._layer.wgrad_store.context = self._entries
+        layer = self._layer
+        layer.wgrad_store.context = self._entries
         totals: list[torch.Tensor | None] = [None for _ in self.weights]
         # Without fusion, `backward_dw` overwrites `grad`, so save and restore it.
         unfused = [] if self.is_fused else self.weights
-        older = [weight.grad for weight in unfused]
-        with _computing(self._layer):
+        older_gradients = [weight.grad for weight in unfused]
+        with _computing(layer):
             while not self._entries.empty():
                 for weight in unfused:
                     weight.grad = None
-                self._layer.backward_dw()  # takes one entry, or two for a layer with two weights
+                layer.backward_dw()  # takes one entry, or two for a layer with two weights
                 add_to(totals, [weight.grad for weight in unfused])
-        for weight, gradient in zip(unfused, older, strict=True):
-            weight.grad = gradient
+        for weight, older_gradient in zip(unfused, older_gradients, strict=True):
+            weight.grad = older_gradient
         return totals
 
 
@@ -116,28 +126,33 @@ def _copied(operand: Any) -> Any:
     if not hasattr(operand, "prepare_for_saving"):
         return operand.clone()
     tensors, holder = operand.prepare_for_saving()
-    holder.restore_from_saved(
-        [None if tensor is None else tensor.clone() for tensor in tensors]
-    )
+    copies = []
+    for tensor in tensors:
+        copy = None
+        if tensor is not None:
+            copy = tensor.clone()
+        copies.append(copy)
+    holder.restore_from_saved(copies)
     return holder
 
 
-def _into_new_memory(
-    gradients: list[Any], product: Callable[..., Any]
-) -> Callable[..., Any]:
+def _into_new_memory(gradients: list[Any], product: _Product) -> _Product:
     """Make a grouped layer's product allocate its gradients only when it runs.
 
     Without gradient accumulation fusion, the layer queues uninitialised memory and passes the same
     list to autograd, which would accumulate the uninitialised values.
     """
-    empty = partial(
-        torch.empty, (len(gradients), *gradients[0].shape),
-        dtype=gradients[0].dtype, device=gradients[0].device,
-    )  # fmt: skip
+    first = gradients[0]
+    allocate = partial(
+        torch.empty,
+        (len(gradients), *first.shape),
+        dtype=first.dtype,
+        device=first.device,
+    )
     gradients[:] = [None] * len(gradients)
 
     def run(inputs: Any, grad_outputs: Any, _: Any) -> Any:
-        gradients[:] = empty()  # one per expert; `backward_dw` reads the list
+        gradients[:] = allocate()  # one per expert; `backward_dw` reads the list
         return product(inputs, grad_outputs, gradients)
 
     return run
@@ -145,12 +160,11 @@ def _into_new_memory(
 
 def _matrices(layer: Any) -> list[Any]:
     """Return the weights whose gradients a layer defers."""
-    named = layer.named_parameters(recurse=False)
-    return [
-        weight
-        for name, weight in named
-        if "weight" in name and "layer_norm" not in name
-    ]
+    matrices = []
+    for name, weight in layer.named_parameters(recurse=False):
+        if "weight" in name and "layer_norm" not in name:
+            matrices.append(weight)
+    return matrices
 
 
 def _can_postpone(layer: Any) -> bool:
@@ -158,11 +172,11 @@ def _can_postpone(layer: Any) -> bool:
     # If the layer joins several weights into a copy, `backward_dw` would set the copy's
     # gradient. If the experts' weights form a single parameter, autograd would get the
     # gradient before W has filled it.
-    has_parts = len(getattr(layer, "weight_names", ())) > 1 and not hasattr(
-        layer, "num_gemms"
-    )
-    joined = has_parts or getattr(layer, "single_grouped_weight", False)
-    if joined and not layer.fuse_wgrad_accumulation:
+    is_grouped = hasattr(layer, "num_gemms")
+    num_weights = len(getattr(layer, "weight_names", ()))
+    has_parts = num_weights > 1 and not is_grouped
+    is_joined = has_parts or getattr(layer, "single_grouped_weight", False)
+    if is_joined and not layer.fuse_wgrad_accumulation:
         return False
     # DDP's hooks expect bias gradients in I. For most layers, Megatron adds the bias, so autograd
     # computes its gradient in I. A layer that adds its bias itself (attention's QKV projection)
@@ -180,10 +194,11 @@ def _computing(layer: Any) -> Iterator[None]:
     # `backward_dw` sets a gradient for every bias whose `grad` is None, as is the case
     # after DDP's hooks. That would fail: autograd has already computed these gradients
     # in I, and the layer cannot access them.
-    named = layer.named_parameters(recurse=False)
-    biases = [bias for name, bias in named if "bias" in name and bias.grad is None]
-    for bias in biases:
-        bias.grad = bias.detach()  # any tensor of that shape
+    biases = []
+    for name, bias in layer.named_parameters(recurse=False):
+        if "bias" in name and bias.grad is None:
+            bias.grad = bias.detach()  # any tensor of that shape
+            biases.append(bias)
     layer.wgrad_store.enable_delay_wgrad_compute()
     try:
         yield

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -72,9 +73,8 @@ class TrainingSync(Sync):
         self._complete: set[int] = set()
         # The chunks in order of first use, which is the same in every schedule and
         # therefore on all peers.
-        self._uses = [
-            self._placement.chunk_of(stage) for stage in sorted(table.actions_by_stage)
-        ]
+        stages = sorted(table.actions_by_stage)
+        self._uses = [self._placement.chunk_of(stage) for stage in stages]
         self._gathered = 0
         self._gathers = _by_chunk(config.param_sync_func, len(chunks))
         # Chunk -> bucket groups whose reduction has not started, with the next one to
@@ -88,9 +88,10 @@ class TrainingSync(Sync):
             # In Megatron's own schedules, enabled hooks count backward passes over the
             # whole step. Here, they would also count an I, after which the weight
             # gradients do not exist yet.
-            silences = [
-                chunk.no_sync for chunk in reducing if hasattr(chunk, "ddp_config")
-            ]
+            silences = []
+            for chunk in reducing:
+                if hasattr(chunk, "ddp_config"):
+                    silences.append(chunk.no_sync)
         # A program may set these functions even if its DDP does not overlap reductions.
         # In that case, do not start reductions here: `finalize_model_grads` starts them
         # too, so they would run twice.
@@ -115,10 +116,12 @@ class TrainingSync(Sync):
         if self._gathers is None:
             return
         # Gather one chunk ahead, so that the gather overlaps the previous chunk's forward pass.
-        ahead = 2 if self._gathered == 0 else 1
-        for number in self._uses[self._gathered : self._gathered + ahead]:
-            self._gathers[number](self._chunks[number].parameters())
-        self._gathered += ahead
+        num_chunks = 2 if self._gathered == 0 else 1
+        end = self._gathered + num_chunks
+        for number in self._uses[self._gathered : end]:
+            gather = self._gathers[number]
+            gather(self._chunks[number].parameters())
+        self._gathered = end
 
     def around_last(self, action: Action) -> AbstractContextManager[None]:
         """Enable DDP's hooks during a chunk's last B, or reduce bucket by bucket in its last W."""
@@ -128,22 +131,20 @@ class TrainingSync(Sync):
         # No other rank waits for a W, so reductions may slow it down: start each one as
         # soon as its bucket's weights are done. DDP's hooks would fire in I, before the
         # weight gradients exist.
-        is_its_turn = self._order[self._started] == stage
-        if (
-            action.kind == "W"
-            and is_its_turn
-            and self._overlaps
-            and self._uses_ddp_reduction(stage)
-        ):
-            return self._splits.reporting(
-                partial(self._reduce, self._placement.chunk_of(stage))
-            )
+        if action.kind != "W" or self._order[self._started] != stage:
+            return _UNCHANGED
+        if self._overlaps and self._uses_ddp_reduction(stage):
+            number = self._placement.chunk_of(stage)
+            reduce = partial(self._reduce, number)
+            return self._splits.reporting(reduce)
         return _UNCHANGED
 
     def _hooks_reduce(self, stage: int) -> bool:
+        if not self._by_hooks or not self._overlaps:
+            return False
         # With hooks, reductions start in the order in which chunks complete. Twins may complete
         # their chunks in different orders, because each twin waits for the other's micro-batches.
-        if not self._by_hooks or not self._overlaps or self._placement.twins == 2:
+        if self._placement.twins == 2:
             return False
         # `--align-grad-reduce`, Megatron's default, sets functions that keep reductions
         # from slowing down a B that another rank waits for: a chunk is reduced as a
@@ -151,25 +152,28 @@ class TrainingSync(Sync):
         # reduce bucket by bucket, as in upstream's 1F1B. If these functions are not
         # set, the hooks may reduce bucket by bucket on every stage: all peers use the
         # same order anyway, because a stage's last B needs the next stage's last B.
-        return self._functions is None or (
-            stage == 0 and self._uses_ddp_reduction(stage)
-        )
+        if self._functions is None:
+            return True
+        return stage == 0 and self._uses_ddp_reduction(stage)
 
     def _uses_ddp_reduction(self, stage: int) -> bool:
         """Return whether DDP itself, rather than a custom `grad_sync_func`, reduces a stage."""
         number = self._placement.chunk_of(stage)
         if self._functions is None:
             return True
-        function = self._functions[number]
-        return (
-            function is None
-            or getattr(function, "__self__", None) is self._chunks[number]
-        )
+        function: Any = self._functions[number]
+        if function is None:
+            return True
+        # DDP's own function is a method of the chunk.
+        owner = getattr(function, "__self__", None)
+        return owner is self._chunks[number]
 
     @contextmanager
     def _reducing(self, action: Action) -> Iterator[None]:
         # A single no_sync function covers all chunks at once.
-        index = self._placement.chunk_of(action.stage) if len(self._silences) > 1 else 0
+        index = 0
+        if len(self._silences) > 1:
+            index = self._placement.chunk_of(action.stage)
         stack, silence = self._silences[index]
         stack.close()
         yield
@@ -180,17 +184,18 @@ class TrainingSync(Sync):
         self._complete.add(stage)
         # A chunk that completes early waits for its turn, because peers may complete a
         # different chunk first.
-        while (
-            self._started < len(self._order)
-            and self._order[self._started] in self._complete
-        ):
-            complete = self._order[self._started]
+        while self._started < len(self._order):
+            next_stage = self._order[self._started]
+            if next_stage not in self._complete:
+                return
             self._started += 1
-            if self._hooks_reduce(complete):
+            if self._hooks_reduce(next_stage):
                 continue
-            number = self._placement.chunk_of(complete)
-            if self._functions is not None and not self._uses_ddp_reduction(complete):
-                self._functions[number](self._chunks[number].parameters())
+            number = self._placement.chunk_of(next_stage)
+            has_ddp_reduction = self._uses_ddp_reduction(next_stage)
+            if self._functions is not None and not has_ddp_reduction:
+                reduce = self._functions[number]
+                reduce(self._chunks[number].parameters())
             elif self._overlaps:
                 self._reduce(number, remaining=frozenset())
 
@@ -204,14 +209,16 @@ class TrainingSync(Sync):
             # between peers: experts, which have a separate reduction group, may receive
             # no tokens on some ranks.
             chunk: Any = self._chunks[number]
-            place: dict[int, int] = {}
-            for index, parameter in enumerate(chunk.parameters()):
-                place[id(parameter)] = index
+            position_of: dict[int, int] = {}
+            for position, parameter in enumerate(chunk.parameters()):
+                position_of[id(parameter)] = position
+            all_groups = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
             groups: list[_BucketGroup] = []
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for group in all_groups:
                 weights = frozenset(map(id, group.params))
-                groups.append(_BucketGroup(group, weights))
-            groups.sort(key=lambda group: min(map(place.__getitem__, group.weights)))
+                first_position = min(position_of[weight] for weight in weights)
+                groups.append(_BucketGroup(group, weights, first_position))
+            groups.sort(key=attrgetter("first_position"))
             self._buckets[number] = groups
         waiting = self._buckets[number]
         while waiting and waiting[-1].weights.isdisjoint(remaining):
@@ -230,20 +237,19 @@ class _BucketGroup(NamedTuple):
     group: Any
     weights: frozenset[int]
     """Ids of the group's parameters."""
+    first_position: int
+    """Index of the group's first parameter among the chunk's parameters."""
 
 
 def _overlaps(chunk: torch.nn.Module) -> bool:
     """Return whether DDP's hooks reduce a chunk's gradients; true for non-Megatron DDP."""
-    return bool(
-        getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", True)
-    )
+    ddp_config = getattr(chunk, "ddp_config", None)
+    return bool(getattr(ddp_config, "overlap_grad_reduce", True))
 
 
 def _by_chunk(function: Any, num_chunks: int) -> list[Callable[..., Any]] | None:
     if function is None:
         return None
-    return (
-        list(function)
-        if isinstance(function, (list, tuple))
-        else [function] * num_chunks
-    )
+    if isinstance(function, (list, tuple)):
+        return list(function)
+    return [function] * num_chunks

@@ -35,7 +35,10 @@ class ArrivedGradient(WeightGradient):
     """A gradient from another use of a weight, waiting to be added to the layer's product."""
 
     def __init__(
-        self, weights: Sequence[Any], weight: torch.Tensor, gradient: torch.Tensor
+        self,
+        weights: Sequence[Any],
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
     ) -> None:
         self.weights = weights
         self._gradients = [
@@ -59,7 +62,8 @@ class Unchanged:
         Raises:
             RuntimeError: An operand was modified.
         """
-        if [operand._version for operand in operands] != self._versions:
+        versions = [operand._version for operand in operands]
+        if versions != self._versions:
             raise RuntimeError(
                 "an operand of a weight gradient was modified in place between its layer's "
                 "backward pass and W; do not modify it, or use a schedule that does not split "
@@ -86,14 +90,16 @@ def accumulates(weight: torch.Tensor) -> bool:
     # Autograd drops the gradient of a weight that was frozen after its forward pass.
     if not weight.requires_grad:
         return False
-    return will_accumulate(torch.autograd.graph.get_gradient_edge(weight).node)
+    accumulator = torch.autograd.graph.get_gradient_edge(weight).node
+    return will_accumulate(accumulator)
 
 
 def stream_of_backward(weight: torch.Tensor) -> Any:
     """Return the current stream, which runs the layer's backward pass; None on a CPU."""
     if weight.device.type == "cpu":
         return None
-    return torch.get_device_module(weight.device).current_stream(weight.device)
+    device_module = torch.get_device_module(weight.device)
+    return device_module.current_stream(weight.device)
 
 
 @contextmanager
@@ -146,7 +152,8 @@ def accumulate(products: list[WeightGradient], fetch: Callable[[], None]) -> Non
 
 
 def add_to(
-    totals: list[torch.Tensor | None], gradients: Iterable[torch.Tensor | None]
+    totals: list[torch.Tensor | None],
+    gradients: Iterable[torch.Tensor | None],
 ) -> None:
     """Add each gradient to its total, skipping None."""
     for index, gradient in enumerate(gradients):
