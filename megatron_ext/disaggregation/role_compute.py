@@ -59,13 +59,11 @@ class RoleEnds:
             return [Form(None, torch.uint8)]
         # Only backward ranks receive shipped layer outputs. Adjacent stages in the same
         # role exchange a single activation or gradient.
-        if (
-            self.num_layers is None
-            or kind == "B"
-            or not self._goes_to_backward_rank(transfer)
-        ):
+        is_between_stages = kind == "B" or not self._goes_to_backward_rank(transfer)
+        if self.num_layers is None or is_between_stages:
             return [Form(self.shape, self.dtype)]
-        shipped = Form(self._shipped_shape(self.num_layers), self.dtype)
+        shipped_shape = self._shipped_shape(self.num_layers)
+        shipped = Form(shipped_shape, self.dtype)
         # A stage without layers ships no generator states.
         if active.draws_by_microbatch() and self.num_layers:
             return [shipped, Form(None, torch.uint8, 1)]
@@ -126,9 +124,12 @@ class ForwardCompute(StageCompute):
         finally:
             roles.sorts_experts = False
         feeds_forward = not is_last and schedule.runs_forward(stage + 1)
-        results: Tensors = [output] if feeds_forward else []
+        results: Tensors = []
+        if feeds_forward:
+            results.append(output)
         if self.layers is not None:
-            return results + self._shipped(inputs, output, saved, is_last=is_last)
+            shipped = self._shipped(inputs, output, saved, is_last=is_last)
+            return results + shipped
         assert output is not None
         if is_last:
             return results
@@ -160,7 +161,8 @@ class ForwardCompute(StageCompute):
             packed = output.new_empty(0, *output.shape)
         shipped = self._shares(packed, 1)
         if saved.generators:
-            shipped += [torch.stack(saved.generators)] * self._num_shards
+            generators = torch.stack(saved.generators)
+            shipped += [generators] * self._num_shards
         return shipped
 
     @property
@@ -174,7 +176,7 @@ class ForwardCompute(StageCompute):
         """Return the part of a tensor that each tensor-parallel backward rank needs."""
         # With sequence parallelism, each backward rank holds a part of the sequence.
         if self._num_shards > 1 and self.job.sequence_parallel:
-            return [*tensor.chunk(self._num_shards, sequence_dim)]
+            return list(tensor.chunk(self._num_shards, sequence_dim))
         return [tensor] * self._num_shards
 
 

@@ -47,7 +47,9 @@ def layers_of(chunk: torch.nn.Module) -> Sequence[torch.nn.Module]:
 
 @contextmanager
 def saving(
-    layers: Iterable[torch.nn.Module], *, with_generators: bool
+    layers: Iterable[torch.nn.Module],
+    *,
+    with_generators: bool,
 ) -> Iterator[Saved]:
     """Save the outputs of the layers that run inside the `with` block."""
     saved = Saved([], [])
@@ -56,7 +58,8 @@ def saving(
         host, device, states = random._get_all_rng_states()
         # Sort by name: `Replay` splits the row in the same order.
         tracked = [states[name].cpu() for name in sorted(states)]
-        saved.generators.append(torch.cat([host, device.cpu(), *tracked]))
+        row = torch.cat([host, device.cpu(), *tracked])
+        saved.generators.append(row)
 
     def after(_layer: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
         # Megatron's layers return (hidden states, context).
@@ -66,10 +69,12 @@ def saving(
 
     with ExitStack() as hooks:
         for layer in layers:
-            hooks.callback(layer.register_forward_hook(after).remove)
+            after_hook = layer.register_forward_hook(after)
+            hooks.callback(after_hook.remove)
             # With dropout, the backward rank must draw the same masks.
             if with_generators:
-                hooks.callback(layer.register_forward_pre_hook(before).remove)
+                before_hook = layer.register_forward_pre_hook(before)
+                hooks.callback(before_hook.remove)
         yield saved
 
 
@@ -93,7 +98,9 @@ class Replay:
             self._generators = iter(generators)
 
     def instead_of(
-        self, function: Callable[..., Any], hidden_states: torch.Tensor
+        self,
+        function: Callable[..., Any],
+        hidden_states: torch.Tensor,
     ) -> Callable[..., Any]:
         """Return a replacement for a layer's function that defers it to the backward pass."""
         self.num_replayed += 1
@@ -126,5 +133,7 @@ def _set_generators(row: torch.Tensor) -> None:
     sizes += [len(tracked[name]) for name in names]
     # Clone the state, because a generator accepts only a state that has its own
     # storage.
-    host, device, *states = (state.clone() for state in row.cpu().split(sizes))
-    random._set_all_rng_states(host, device, dict(zip(names, states, strict=True)))
+    states = [state.clone() for state in row.cpu().split(sizes)]
+    host, device, *tracked_states = states
+    states_by_name = dict(zip(names, tracked_states, strict=True))
+    random._set_all_rng_states(host, device, states_by_name)

@@ -96,13 +96,10 @@ def forward_backward(
         with _explaining_failures(runtime.wire):
             groups = default_groups()
             shape = _shape(config, groups, call)
-            if (
-                shape is not None
-                and shape[-1] != config.hidden_size
-                and groups.pp.size() > 1
-            ):
-                # With several residual streams, messages are wider than the hidden size that
-                # Megatron's schedule assumes.
+            # With several residual streams, messages are wider than the hidden size that
+            # Megatron's schedule assumes.
+            is_wider = shape is not None and shape[-1] != config.hidden_size
+            if is_wider and groups.pp.size() > 1:
                 call["adjust_tensor_shapes_fn"] = lambda _received, _sent: (
                     [shape],
                     [shape],
@@ -117,7 +114,8 @@ def forward_backward(
         # Otherwise, the neighbours would wait until they time out.
         runtime.wire.abort(reason_for_peers(error))
         raise
-    compute.finalize(default_groups(), force_all_reduce=call.get("force_all_reduce"))
+    force_all_reduce = call.get("force_all_reduce")
+    compute.finalize(default_groups(), force_all_reduce=force_all_reduce)
     if timer:
         timer.stop()
     if runtime.job.role == "forward":
@@ -126,7 +124,9 @@ def forward_backward(
 
 
 def _run(
-    runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Module]
+    runtime: RoleRuntime,
+    call: dict[str, Any],
+    chunks: list[torch.nn.Module],
 ) -> StageCompute:
     """Run this process's table row once."""
     job = runtime.job
@@ -136,7 +136,9 @@ def _run(
     data_iterator = call["data_iterator"]
     num_microbatches = call["num_microbatches"]
     table = _table_of(runtime, num_microbatches)
-    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    iterators = [data_iterator]
+    if isinstance(data_iterator, list):
+        iterators = data_iterator
     step = Call(
         forward_step_func=call["forward_step_func"],
         data=[MicrobatchData(iterator) for iterator in iterators],
@@ -156,22 +158,35 @@ def _run(
     # Forward ranks have no gradients to reduce, so they use this default, which does nothing.
     sync = Sync()
     if is_forward:
-        compute = ForwardCompute(step, table, handed_on=[shape], job=job, layers=layers)
+        compute = ForwardCompute(
+            step,
+            table,
+            handed_on=[shape],
+            job=job,
+            layers=layers,
+        )
     else:
-        compute = BackwardCompute(step, table, handed_on=[shape], layers=layers)
-        force = bool(call.get("force_all_reduce"))
+        compute = BackwardCompute(
+            step,
+            table,
+            handed_on=[shape],
+            layers=layers,
+        )
         sync = TrainingSync(
-            config, chunks, table, compute.splits, force_all_reduce=force
+            config,
+            chunks,
+            table,
+            compute.splits,
+            force_all_reduce=bool(call.get("force_all_reduce")),
         )
     observers = active.required().observers
     for observer in observers:
         observer.begin_step(compute)
     with sync:
-        Executor(
+        ends = RoleEnds(job, shape, config.pipeline_dtype, num_layers)
+        executor = Executor(
             table=table,
-            program=make_program(
-                table, RoleEnds(job, shape, config.pipeline_dtype, num_layers)
-            ),
+            program=make_program(table, ends),
             order=Order(table),
             compute=compute,
             sync=sync,
@@ -179,7 +194,8 @@ def _run(
             timeout_s=job.timeout_s,
             name_of=job.name_of,
             observers=observers,
-        ).run()
+        )
+        executor.run()
     if compute.ignored_inputs and not runtime.has_ignored_input:
         runtime.has_ignored_input = True
         log_ignored_input(*compute.ignored_inputs[0])
@@ -194,7 +210,12 @@ def _table_of(runtime: RoleRuntime, num_microbatches: int) -> Table:
         schedule = job.schedule(num_microbatches)
         validate(schedule)
         slots = min(num_microbatches, job.window // 2 + 1)
-        table = Table(schedule, job.position, slots=slots, window=job.window)
+        table = Table(
+            schedule,
+            job.position,
+            slots=slots,
+            window=job.window,
+        )
         runtime.tables[num_microbatches] = table
     return table
 
@@ -222,7 +243,8 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
         # the error.
         group = default_groups().pp
         for feature in features():
-            feature.refuse_roles(chunks, linear(job.ranks.pp), group)
+            placement = linear(job.ranks.pp)
+            feature.refuse_roles(chunks, placement, group)
         wire = _open_wire(job, device_of(chunks))
         layers = None
         if job.activations == "ship":
@@ -232,7 +254,8 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
             weights = WeightReceiver(job, wire, chunks)
         else:
             weights = WeightSender(job, wire, chunks)
-        roles.runtime = runtime = RoleRuntime(job, wire, weights, layers)
+        runtime = RoleRuntime(job, wire, weights, layers)
+        roles.runtime = runtime
     return runtime
 
 
@@ -242,7 +265,8 @@ def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...] | 
     if config.variable_seq_lengths or config.mtp_standalone:
         return None
     length = call.get("decoder_seq_length") or call["seq_length"]
-    return shape_between_stages(config, groups, length, call["micro_batch_size"])
+    micro_batch_size = call["micro_batch_size"]
+    return shape_between_stages(config, groups, length, micro_batch_size)
 
 
 # -- the connection to neighbours in both roles ----------------------------------------------------
@@ -262,11 +286,13 @@ def _open_wire(job: Job, device: torch.device) -> Transport:
     place = job.place
     ranks = job.ranks
     neighbours = {ranks.rank(twin) for twin in job.weight_partners}
-    adjacent_stages = {place.pp - 1, place.pp + 1} & set(range(ranks.pp))
-    for stage in adjacent_stages:
+    for stage in (place.pp - 1, place.pp + 1):
+        if stage not in range(ranks.pp):
+            continue
         adjacent = place._replace(pp=stage)
         neighbours.add(ranks.rank(adjacent))
-        neighbours.update(ranks.rank(twin) for twin in ranks.twins(adjacent))
+        for twin in ranks.twins(adjacent):
+            neighbours.add(ranks.rank(twin))
     host = open_native(
         active.name_transport("roles"),
         roles_in_force().store,
@@ -282,9 +308,9 @@ def _open_wire(job: Job, device: torch.device) -> Transport:
     )
     # Copy tensors through host memory, because the configuration rejects `device_path` ipc for
     # disaggregation.
-    return observed(
-        through_host(host, device, job.timeout_s), active.required().observers
-    )
+    transport = through_host(host, device, job.timeout_s)
+    observers = active.required().observers
+    return observed(transport, observers)
 
 
 @contextmanager
@@ -329,13 +355,18 @@ def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
         The counters from the checkpoint, with the same keys.
     """
     # Some releases lack some of these counters.
-    own_progress = {name: counters[name] for name in _PROGRESS if name in counters}
+    own_progress = {}
+    for name in _PROGRESS:
+        if name in counters:
+            own_progress[name] = counters[name]
     progress: dict[str, Any] = hand_over(
-        "checkpoint progress", own_progress, to="forward", pause=time.sleep
+        "checkpoint progress",
+        own_progress,
+        to="forward",
+        pause=time.sleep,
     )
-    consumed = progress.get(
-        "consumed_train_samples", counters["consumed_train_samples"]
-    )
+    own_consumed = counters["consumed_train_samples"]
+    consumed = progress.get("consumed_train_samples", own_consumed)
     # With --rampup-batch-size, the number of micro-batches depends on the consumed samples.
     update_num_microbatches(consumed_samples=consumed, verbose=False)
     return progress
@@ -343,8 +374,14 @@ def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
 
 def share_exit(chunks: Sequence[torch.nn.Module], *, is_over: bool) -> bool:
     """Return whether backward ranks have decided to stop training after this step."""
-    pause = _ready(chunks).wire.poll
-    return bool(hand_over("end of training", is_over, to="forward", pause=pause))
+    wire = _ready(chunks).wire
+    decision = hand_over(
+        "end of training",
+        is_over,
+        to="forward",
+        pause=wire.poll,
+    )
+    return bool(decision)
 
 
 def receive_evaluation(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -354,15 +391,28 @@ def receive_evaluation(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Ten
     """
     runtime = _ready(chunks)
     runtime.weights.transfer()
-    losses = hand_over(_LOSSES, {}, to="backward", pause=runtime.wire.poll)
-    return {
-        key: torch.tensor(loss, dtype=torch.float32) for key, loss in losses.items()
-    }
+    losses = hand_over(
+        _LOSSES,
+        {},
+        to="backward",
+        pause=runtime.wire.poll,
+    )
+    tensors = {}
+    for name, loss in losses.items():
+        tensors[name] = torch.tensor(loss, dtype=torch.float32)
+    return tensors
 
 
 def send_evaluation(
-    chunks: Sequence[torch.nn.Module], losses: Mapping[str, torch.Tensor]
+    chunks: Sequence[torch.nn.Module],
+    losses: Mapping[str, torch.Tensor],
 ) -> None:
     """Send evaluation losses from forward ranks to backward ranks, which log them."""
-    values = {key: loss.tolist() for key, loss in losses.items()}
-    hand_over(_LOSSES, values, to="backward", pause=_ready(chunks).wire.poll)
+    values = {name: loss.tolist() for name, loss in losses.items()}
+    wire = _ready(chunks).wire
+    hand_over(
+        _LOSSES,
+        values,
+        to="backward",
+        pause=wire.poll,
+    )

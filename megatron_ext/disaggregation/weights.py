@@ -72,9 +72,11 @@ class _Bucket:
 
     def flat(self) -> torch.Tensor:
         """Return a copy of all weights, concatenated."""
-        return torch.cat(
-            [slot.weight.parameter.detach().reshape(-1) for slot in self.slots]
-        )
+        flat_weights = []
+        for slot in self.slots:
+            parameter = slot.weight.parameter
+            flat_weights.append(parameter.detach().reshape(-1))
+        return torch.cat(flat_weights)
 
 
 def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
@@ -86,9 +88,8 @@ def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
         num_shards = 1
         if is_merged and getattr(parameter, "tensor_model_parallel", False):
             num_shards = job.ranks.tp
-        yield _Weight(
-            name, parameter, num_shards, gated=has_gates and ".linear_fc1." in name
-        )
+        is_gated = has_gates and ".linear_fc1." in name
+        yield _Weight(name, parameter, num_shards, gated=is_gated)
 
 
 def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
@@ -97,13 +98,17 @@ def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
     bucket = _Bucket()
     numel = 0
     for weight in weights:
-        num_bytes = (numel + weight.numel) * weight.parameter.element_size()
-        is_full = bucket.slots and num_bytes > _BUCKET_BYTES
-        if is_full or (bucket.slots and bucket.dtype != weight.parameter.dtype):
-            yield bucket
-            bucket = _Bucket()
-            numel = 0
-        bucket.slots.append(_Slot(weight, numel))
+        parameter = weight.parameter
+        num_bytes = (numel + weight.numel) * parameter.element_size()
+        if bucket.slots:
+            is_full = num_bytes > _BUCKET_BYTES
+            has_other_dtype = bucket.dtype != parameter.dtype
+            if is_full or has_other_dtype:
+                yield bucket
+                bucket = _Bucket()
+                numel = 0
+        slot = _Slot(weight, numel)
+        bucket.slots.append(slot)
         numel += weight.numel
     if bucket.slots:
         yield bucket
@@ -131,8 +136,9 @@ def _layout(chunks: Sequence[torch.nn.Module]) -> _Layout:
         for parameter in bucket.params_list:
             # Do not use `param_to_index`, which ignores the padding that aligns
             # weights.
-            start, *_ = buffer.param_index_map[parameter]
-            entries.append((names[parameter], start - bucket.offset))
+            start_in_buffer, *_ = buffer.param_index_map[parameter]
+            start = start_in_buffer - bucket.offset
+            entries.append((names[parameter], start))
         layout.append(entries)
     return layout
 
@@ -141,8 +147,10 @@ def _frozen(weights: Iterable[_Weight], layout: _Layout) -> list[_Bucket]:
     """Return buckets of the frozen weights, which Megatron's buckets do not contain."""
     trained: set[str] = set()
     for entries in layout:
-        trained.update(name for name, _ in entries)
-    return list(_portions(weight for weight in weights if weight.name not in trained))
+        for name, _start in entries:
+            trained.add(name)
+    frozen_weights = [weight for weight in weights if weight.name not in trained]
+    return list(_portions(frozen_weights))
 
 
 def _buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -159,7 +167,8 @@ def _buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
         makes_own = type(module).__module__.startswith(_MAKE_OWN_BUFFERS)
         unsaved = module._non_persistent_buffers_set if makes_own else ()
         for name, buffer in module.named_buffers(path, recurse=False):
-            if name.rpartition(".")[2] not in unsaved:
+            name_in_module = name.rpartition(".")[2]
+            if name_in_module not in unsaved:
                 buffers[name] = buffer
     return buffers
 
@@ -182,21 +191,29 @@ class _Side:
     """One end of the transfers, with the wrapped model."""
 
     def __init__(
-        self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]
+        self,
+        job: Job,
+        wire: Transport,
+        chunks: Sequence[torch.nn.Module],
     ) -> None:
         self._job = job
         self._wire = wire
         self._chunks = chunks
-        self._partners = [job.ranks.rank(place) for place in job.weight_partners]
+        ranks = job.ranks
+        self._partners = [ranks.rank(place) for place in job.weight_partners]
         # Buffers may differ between replicas, so take them only from the same replica.
-        self._twins = [job.ranks.rank(place) for place in job.ranks.twins(job.place)]
+        twins = ranks.twins(job.place)
+        self._twins = [ranks.rank(place) for place in twins]
 
 
 class WeightSender(_Side):
     """The sender, on a backward rank."""
 
     def __init__(
-        self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]
+        self,
+        job: Job,
+        wire: Transport,
+        chunks: Sequence[torch.nn.Module],
     ) -> None:
         super().__init__(job, wire, chunks)
         if job.shares_weights:
@@ -205,9 +222,11 @@ class WeightSender(_Side):
             # The layout stays the same during training, so send it only once.
             wire.begin([], 1)
             header = _message(job, 0, header=True)
-            self._isend(_encoded(layout), self._partners, header)
+            encoded = _encoded(layout)
+            self._isend(encoded, self._partners, header)
         else:
-            self._unshared = list(_portions(_weights(job, chunks)))
+            weights = _weights(job, chunks)
+            self._unshared = list(_portions(weights))
 
     def transfer(self) -> None:
         """Send the model's current state.
@@ -224,10 +243,12 @@ class WeightSender(_Side):
         number = 0
         for flat in self._shared_flats():
             number += 1
-            self._isend(flat, self._partners, _message(self._job, number))
+            message = _message(self._job, number)
+            self._isend(flat, self._partners, message)
         for flat in self._whole_flats():
             number += 1
-            self._isend(flat, self._twins, _message(self._job, number))
+            message = _message(self._job, number)
+            self._isend(flat, self._twins, message)
 
     def _send_buffers(self) -> None:
         """Send the headers of all buffers, followed by their bytes in one message."""
@@ -235,20 +256,27 @@ class WeightSender(_Side):
         contents = []
         for name, buffer in _buffers(self._chunks).items():
             dtype = str(buffer.dtype).removeprefix("torch.")
-            forms.append(_BufferForm(name, dtype, list(buffer.shape)))
-            contents.append(buffer.detach().reshape(-1).view(torch.uint8))
+            form = _BufferForm(name, dtype, list(buffer.shape))
+            forms.append(form)
+            flat = buffer.detach().reshape(-1)
+            contents.append(flat.view(torch.uint8))
         # Use two wire steps, because only the first message tells the receiver whether a second one
         # follows.
         self._wire.begin([], 1)
         header = _message(self._job, 0, header=True)
-        self._isend(_encoded(forms), self._twins, header)
+        encoded = _encoded(forms)
+        self._isend(encoded, self._twins, header)
         if contents:
             self._wire.begin([], 1)
             packed = torch.cat(contents).cpu()
-            self._isend(packed, self._twins, _message(self._job, 0))
+            message = _message(self._job, 0)
+            self._isend(packed, self._twins, message)
 
     def _isend(
-        self, tensor: torch.Tensor, targets: Iterable[int], message: Message
+        self,
+        tensor: torch.Tensor,
+        targets: Iterable[int],
+        message: Message,
     ) -> None:
         for target in targets:
             self._wire.isend(tensor, target, message)
@@ -263,24 +291,24 @@ class WeightSender(_Side):
         # With the distributed optimizer and --overlap-param-gather, replicas gather weights only in
         # their next forward pass. Instead of waiting for that, each replica sends its updated shard
         # to the forward ranks in all replicas, which join each bucket's shards.
+        num_replicas = self._job.ranks.dp
+        replica = self._job.place.dp
         for _, bucket in _shared_buckets(self._chunks):
             self._check_storage(bucket)
-            shards = bucket.param_data.view(-1).tensor_split(self._job.ranks.dp)
-            yield shards[self._job.place.dp].detach().clone().cpu()
+            flat = bucket.param_data.view(-1)
+            shard = flat.tensor_split(num_replicas)[replica]
+            yield shard.detach().clone().cpu()
 
     def _whole_flats(self) -> Iterator[torch.Tensor]:
         """Yield the unshared buckets, on the host: frozen weights, or all weights."""
         if not self._job.shares_weights:
-            ddps = [
-                chunk
-                for chunk in self._chunks
-                if isinstance(chunk, DistributedDataParallel)
-            ]
             # Otherwise, the gather would run in the replicas' next forward pass, after this
             # transfer.
-            for ddp in ddps:
-                if ddp.ddp_config.overlap_param_gather:
-                    ddp.start_param_sync(force_sync=True)
+            for chunk in self._chunks:
+                if not isinstance(chunk, DistributedDataParallel):
+                    continue
+                if chunk.ddp_config.overlap_param_gather:
+                    chunk.start_param_sync(force_sync=True)
         for bucket in self._unshared:
             yield bucket.flat().cpu()
 
@@ -309,7 +337,10 @@ class WeightReceiver(_Side):
     """The receiver, on a forward rank."""
 
     def __init__(
-        self, job: Job, wire: Transport, chunks: Sequence[torch.nn.Module]
+        self,
+        job: Job,
+        wire: Transport,
+        chunks: Sequence[torch.nn.Module],
     ) -> None:
         super().__init__(job, wire, chunks)
         weights = list(_weights(job, chunks))
@@ -320,8 +351,11 @@ class WeightReceiver(_Side):
             layout: _Layout = _decoded(encoded)
             by_name = {weight.name: weight for weight in weights}
             for entries in layout:
-                slots = [_Slot(by_name[name], start) for name, start in entries]
-                self._shared.append(_Bucket(slots))
+                bucket = _Bucket()
+                for name, start in entries:
+                    slot = _Slot(by_name[name], start)
+                    bucket.slots.append(slot)
+                self._shared.append(bucket)
             self._unshared = _frozen(weights, layout)
         else:
             self._unshared = list(_portions(weights))
@@ -335,19 +369,24 @@ class WeightReceiver(_Side):
         """
         self._load_buffers()
         # The wire requires all messages in a step to be announced before the first one arrives.
+        buckets = self._shared + self._unshared
         expected = []
-        for number, bucket in enumerate(self._shared + self._unshared, start=1):
+        for number, bucket in enumerate(buckets, start=1):
+            message = _message(self._job, number)
             for source in self._sources_of(number):
-                expected.append(
-                    Expected(source, _message(self._job, number), None, bucket.dtype)
+                arrival = Expected(
+                    source,
+                    message,
+                    None,
+                    bucket.dtype,
                 )
-        self._wire.begin(expected, len(self._shared) + len(self._unshared))
+                expected.append(arrival)
+        self._wire.begin(expected, len(buckets))
         num_shards = len(self._twins)
-        for number, bucket in enumerate(self._shared + self._unshared, start=1):
+        for number, bucket in enumerate(buckets, start=1):
             sources = self._sources_of(number)
-            shards = [
-                self._recv(source, _message(self._job, number)) for source in sources
-            ]
+            message = _message(self._job, number)
+            shards = [self._recv(source, message) for source in sources]
             if len(sources) > num_shards:
                 # Sources are ordered by replica: join the parts from each tensor-parallel rank.
                 shards = [
@@ -373,11 +412,13 @@ class WeightReceiver(_Side):
         begin = 0
         [model] = unwrap_model(list(self._chunks))
         for form in forms:
-            end = begin + math.prod(form.shape) * form.torch_dtype.itemsize
+            num_bytes = math.prod(form.shape) * form.torch_dtype.itemsize
+            end = begin + num_bytes
             content = contents[0][begin:end]
             # A merged forward rank has one copy of this buffer, so its backward ranks must agree.
             for shard_content in contents[1:]:
-                if not torch.equal(shard_content[begin:end], content):
+                other_copy = shard_content[begin:end]
+                if not torch.equal(other_copy, content):
                     raise ScheduleError(
                         f"the buffer {form.name} differs between tensor-parallel ranks, but a "
                         "merged forward rank holds one; remove --ignore-forward-tensor-parallel"
@@ -396,13 +437,23 @@ class WeightReceiver(_Side):
             begin = end
 
     def _recv_alone(
-        self, sources: Sequence[int], *, header: bool
+        self,
+        sources: Sequence[int],
+        *,
+        header: bool,
     ) -> list[torch.Tensor]:
         """Receive one message of bytes from each source, in a separate wire step."""
         message = _message(self._job, 0, header=header)
-        self._wire.begin(
-            [Expected(source, message, None, torch.uint8) for source in sources], 1
-        )
+        expected = []
+        for source in sources:
+            arrival = Expected(
+                source,
+                message,
+                None,
+                torch.uint8,
+            )
+            expected.append(arrival)
+        self._wire.begin(expected, 1)
         return [self._recv(source, message) for source in sources]
 
     def _recv(self, source: int, message: Message) -> torch.Tensor:
@@ -416,11 +467,14 @@ class WeightReceiver(_Side):
 
 def _encoded(content: Any) -> torch.Tensor:
     """Return the content as JSON in a tensor of bytes."""
-    return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+    text = json.dumps(content)
+    # A bytearray, because torch warns about memory that it may not write to.
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _decoded(encoded: torch.Tensor) -> Any:
-    return json.loads(encoded.cpu().numpy().tobytes())
+    text = encoded.cpu().numpy().tobytes()
+    return json.loads(text)
 
 
 @torch.no_grad()

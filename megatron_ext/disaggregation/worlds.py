@@ -39,7 +39,8 @@ _PREFIX = "megatron_ext/fbd"
 _BEATS = f"{_PREFIX}/beats"
 _ENDED = f"{_PREFIX}/ended"
 # While a process waits for a value, the pauses between checks grow from the first to the longest.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
+_FIRST_PAUSE_S = 0.005
+_LONGEST_PAUSE_S = 0.1
 
 
 @dataclass
@@ -88,7 +89,10 @@ def join(backend: str) -> None:
     timeout = timedelta(seconds=job.timeout_s)
     # Use the launcher's rendezvous, so that no address besides MASTER_ADDR is needed.
     everyone = rendezvous(
-        "env://", rank=job.rank, world_size=job.ranks.num_ranks, timeout=timeout
+        "env://",
+        rank=job.rank,
+        world_size=job.ranks.num_ranks,
+        timeout=timeout,
     )
     store, _, _ = next(iter(everyone))
     # Otherwise, a process that waits for a key would give up after torch's default of 5 minutes.
@@ -96,9 +100,9 @@ def join(backend: str) -> None:
     # torchrun keeps the store when it restarts the ranks, so this prefix hides values from the
     # previous attempt. If nodes in a c10d rendezvous count restarts differently, they wait for each
     # other until they time out.
-    store = PrefixStore(
-        "/".join(("megatron_ext/run", *active.required().environment.run)), store
-    )
+    run = active.required().environment.run
+    prefix = "/".join(["megatron_ext/run", *run])
+    store = PrefixStore(prefix, store)
     active.required().roles = Roles(store)
     # Use one prefix per role, because both roles use the same names for groups and
     # keys.
@@ -120,8 +124,7 @@ def roles_in_force() -> Roles:
 
 def beat() -> None:
     """Signal progress to ranks that are waiting for an evaluation."""
-    job = _job()
-    if job.role_rank == job.ranks.role_size(job.role) - 1:
+    if _is_last_in_role(_job()):
         roles_in_force().store.add(_BEATS, 1)
 
 
@@ -158,7 +161,11 @@ def _end_with_other_role(store: Store) -> None:
 
 
 def hand_over(
-    subject: str, value: Any, *, to: str, pause: Callable[[float], object]
+    subject: str,
+    value: Any,
+    *,
+    to: str,
+    pause: Callable[[float], object],
 ) -> Any:
     """Send a small value from one role's last process to all processes in the other role.
 
@@ -186,7 +193,7 @@ def hand_over(
     key = f"{_PREFIX}/{subject}/{number}"
     # In both roles, the last process holds the last stage, which has the losses.
     if job.role != to:
-        if job.role_rank == job.ranks.role_size(job.role) - 1:
+        if _is_last_in_role(job):
             # Use JSON, never pickle: anyone who can reach the store can write to it.
             store.set(key, json.dumps(value))
         return value
@@ -221,7 +228,18 @@ def leave() -> None:
     # use it.
     job = _job()
     store = roles_in_force().store
-    barrier(store, job.ranks.num_ranks, f"{_PREFIX}/left", job.timeout_s, rank=job.rank)
+    barrier(
+        store,
+        job.ranks.num_ranks,
+        f"{_PREFIX}/left",
+        job.timeout_s,
+        rank=job.rank,
+    )
+
+
+def _is_last_in_role(job: Job) -> bool:
+    """Return whether this process has its role's highest rank."""
+    return job.role_rank == job.ranks.role_size(job.role) - 1
 
 
 def _job() -> Job:
