@@ -112,10 +112,12 @@ class Settings:
         container = self.container
         args = Namespace()
         for dest, place in self._places.items():
-            setattr(args, dest, getattr(place.owner, place.field))
+            value = getattr(place.owner, place.field)
+            setattr(args, dest, value)
         parts = [getattr(container, part, None) for part in _PARTS_WITH_SWITCHES]
         for switch in _SHARED_SWITCHES:
-            setattr(args, switch, any(getattr(part, switch, False) for part in parts))
+            is_on = any(getattr(part, switch, False) for part in parts)
+            setattr(args, switch, is_on)
         layout = layout_text(getattr(args, "pipeline_model_parallel_layout", None))
         args.pipeline_model_parallel_layout = layout
         # The layout sets the stages per rank, and the rules reject a job that sets both.
@@ -127,7 +129,8 @@ class Settings:
         args.sft = any(
             getattr(dataset, switch, False) is True for switch in _PACKING_SWITCHES
         )
-        args.world_size, args.rank = world_size, rank
+        args.world_size = world_size
+        args.rank = rank
         return args
 
     def write(self, values: Mapping[str, Any]) -> None:
@@ -145,9 +148,8 @@ class Settings:
                 continue
             value = getattr(place.owner, place.field)
             # Save only the first value: it is the user's, and later ones are ours.
-            self._saved_values.setdefault(
-                (id(place.owner), place.field), (place, value)
-            )
+            key = (id(place.owner), place.field)
+            self._saved_values.setdefault(key, (place, value))
 
     def restore(self) -> None:
         """Restore all saved values."""
@@ -196,7 +198,12 @@ def _hosted() -> _Hosted | None:
 
 
 @PATCHES.row("bridge.validate", f"{_TRAINING}.config:ConfigContainer.validate")
-def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _validate(
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Bridge has no command line, so the pipeline is checked against its settings and written into
     them.
     """
@@ -216,10 +223,12 @@ def _validate(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     # Check this before Bridge's configuration is changed.
     REGISTRY.raise_mismatches()
     configured_sizes = None
-    # Compare only sizes that the user passed to `configure`. With a host, they are sizes that this
-    # module derived for an earlier run.
-    if in_force is not None and in_force.is_sized and in_force.host is None:
-        configured_sizes = _sizes(in_force)
+    if in_force is not None:
+        # Compare only sizes that the user passed to `configure`. With a host, they are sizes that
+        # this module derived for an earlier run.
+        has_users_sizes = in_force.is_sized and in_force.host is None
+        if has_users_sizes:
+            configured_sizes = _sizes(in_force)
     # This also restores the fields that an earlier validation changed, so that the settings below
     # are the user's.
     active.clear_configuration()
@@ -262,7 +271,8 @@ def _sizes(in_force: active.Active) -> _Sizes | None:
     if pipeline is None:
         return None
     # A pipeline counts one twin's micro-batches, but users count both twins' micro-batches.
-    return _Sizes(pipeline.pp, pipeline.num_microbatches * pipeline.config.twins)
+    num_microbatches = pipeline.num_microbatches * pipeline.config.twins
+    return _Sizes(pipeline.pp, num_microbatches)
 
 
 def _check_sizes(configured: _Sizes, hosted: _Sizes | None) -> None:
@@ -291,7 +301,8 @@ def _prepare(
     """
     model = settings.container.model
     # Like Bridge, treat only True itself as enabled, not other truthy values.
-    if getattr(getattr(model, "dist_train", None), "use_dist_train", False) is True:
+    dist_train = getattr(model, "dist_train", None)
+    if getattr(dist_train, "use_dist_train", False) is True:
         raise ArgumentsError(
             "model.dist_train.use_dist_train gives encoder and language model separate ranks and "
             "runs its own 1F1B over them; set it to False, or leave megatron_ext's pipeline out"
@@ -339,13 +350,17 @@ def _prepare(
 def _arguments(settings: Settings) -> Namespace:
     from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe
 
-    return settings.arguments(world_size=get_world_size_safe(), rank=get_rank_safe())
+    return settings.arguments(
+        world_size=get_world_size_safe(),
+        rank=get_rank_safe(),
+    )
 
 
 def _suit_device(settings: Settings) -> None:
     """Replace Bridge defaults that assume NVIDIA GPUs if the device needs other values."""
     arguments = vars(_arguments(settings))
-    for dest, (value, _reason) in devices.current().argument_defaults.items():
+    defaults = devices.current().argument_defaults
+    for dest, (value, _reason) in defaults.items():
         if dest in arguments and arguments[dest] != value:
             settings.write({dest: value})
 
@@ -360,6 +375,7 @@ def _refuse_decentralized(container: Any) -> None:
         return
     in_force = active.required()
     pipeline = in_force.pipeline
+    predicts = bool(getattr(container.model, "mtp_num_layers", None))
     # Name the first feature that uses these groups.
     remedy = "set dist.use_decentralized_pg=False"
     if in_force.config.tracing is not None:
@@ -374,9 +390,7 @@ def _refuse_decentralized(container: Any) -> None:
         remedy += ", or use schedule zb-h1"
     elif pipeline.config.draws_by_microbatch:
         feature = "a dynamic order or microbatch_rng"
-    elif pipeline.config.cuts_sequences and getattr(
-        container.model, "mtp_num_layers", None
-    ):
+    elif pipeline.config.cuts_sequences and predicts:
         feature = "multi-token prediction in slices"
     else:
         return
@@ -388,10 +402,10 @@ def _refuse_decentralized(container: Any) -> None:
 
 def _is_requested() -> bool:
     """Return whether the user requested a schedule, by flags or from Python."""
+    if requested_flags():
+        return True
     in_force = active.active()
-    return bool(requested_flags()) or (
-        in_force is not None and in_force.requested is not None
-    )
+    return in_force is not None and in_force.requested is not None
 
 
 @PATCHES.row(
@@ -422,9 +436,9 @@ def _hooks(model: Any) -> list[Any]:
     """Return the list of hooks that Bridge runs after it has wrapped a model."""
     # `megatron.training`'s model configurations use the first name, Bridge's model providers the
     # second.
-    name = (
-        "post_wrap_hooks" if hasattr(model, "post_wrap_hooks") else "_post_wrap_hooks"
-    )
+    name = "_post_wrap_hooks"
+    if hasattr(model, "post_wrap_hooks"):
+        name = "post_wrap_hooks"
     hooks: list[Any] = vars(model).setdefault(name, [])
     return hooks
 
@@ -440,14 +454,20 @@ def _remove_hook(model: Any) -> None:
 def _in_fields(check: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a checkpoint check so that its errors name Bridge's fields instead of flags."""
 
-    def check_in_fields(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    def check_in_fields(
+        call: Call,
+        instance: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
         try:
             return check(call, instance, args, kwargs)
         except DataError as error:
             hosted = _hosted()
             if hosted is None:
                 raise
-            raise DataError(reworded(str(error), hosted.settings.in_fields)) from None
+            message = reworded(str(error), hosted.settings.in_fields)
+            raise DataError(message) from None
 
     return check_in_fields
 
@@ -460,7 +480,12 @@ def _in_fields(check: Callable[..., Any]) -> Callable[..., Any]:
     f"{_TRAINING}.train:train_step",
     when=lambda: active.active() is not None,
 )
-def _train_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _train_step(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Schedules need the iteration number. Bridge logs on the last rank, but in a folded pipeline
     the first rank has the losses.
     """
@@ -482,7 +507,12 @@ def _train_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @PATCHES.row("bridge.skipped_iterations", f"{_TRAINING}.train:_dummy_train_step")
-def _skip_batches(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _skip_batches(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     """Bridge reads skipped batches from one iterator, but ranks with several chunks have a list of
     iterators, so train.iterations_to_skip would stop training.
     """
@@ -502,7 +532,12 @@ def _skip_batches(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Non
 
 
 @PATCHES.row("bridge.evaluate", f"{_TRAINING}.eval:evaluate", when=active.is_folded)
-def _evaluate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _evaluate(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Bridge logs on the last rank, but the first rank has the losses."""
     from megatron.bridge.training.utils.pg_utils import get_pg_collection
 

@@ -33,7 +33,9 @@ def problems() -> Iterator[str]:
     """Yield one line for each problem that keeps Bridge from running, with its remedy."""
     # A plain source tree has no version. Accept it, and hold it to the oldest requirements.
     version = installed("megatron-bridge")
-    release = min(_CORES) if version is None else releases.parse_release(version)
+    release: tuple[int, int] | None = min(_CORES)
+    if version is not None:
+        release = releases.parse_release(version)
     # The other requirements are only known for supported versions.
     if release not in _CORES:
         yield (

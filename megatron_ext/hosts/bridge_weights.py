@@ -71,20 +71,24 @@ def _later_copies(chunks: Sequence[torch.nn.Module]) -> Iterator[_LaterCopy]:
 def _chunks(call: Call, args: Args, kwargs: Kwargs) -> list[torch.nn.Module]:
     """Return the model that a Bridge method converts, as a list of chunks."""
     model = by_name(call, args, kwargs)["megatron_model"]
-    return model if isinstance(model, list) else [model]
+    if isinstance(model, list):
+        return model
+    return [model]
 
 
 @PATCHES.row("bridge.conversion_tasks", f"{_MODEL_BRIDGE}.build_conversion_tasks")
 @PATCHES.row("bridge.quantized_tasks", f"{_MODEL_BRIDGE}.build_export_fp8_tasks")
 def _convert_first_copies(
-    call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> list[Any]:
     """Bridge converts the last copy on a rank, but an import must write to the first copy, and an
     export must read it.
     """
-    later_copies = {
-        id(copy.weight): copy for copy in _later_copies(_chunks(call, args, kwargs))
-    }
+    chunks = _chunks(call, args, kwargs)
+    later_copies = {id(copy.weight): copy for copy in _later_copies(chunks)}
     tasks: list[Any] = call(*args, **kwargs)
     for index, task in enumerate(tasks):
         if task is None:  # Bridge has no Hugging Face name for the weight
@@ -105,17 +109,19 @@ def _convert_first_copies(
     "bridge.streamed_weights", f"{_MODEL_BRIDGE}.stream_weights_hf_to_megatron"
 )
 def _stream_to_all_copies(
-    call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Iterator[tuple[str, torch.Tensor, int]]:
     """Bridge streams a weight to only one chunk of a rank, so the other copies keep old values."""
-    later_copies = list(_later_copies(_chunks(call, args, kwargs)))
+    chunks = _chunks(call, args, kwargs)
+    later_copies = list(_later_copies(chunks))
     for streamed in call(*args, **kwargs):
         yield streamed
         for copy in later_copies:
-            if (
-                copy.name == streamed.param_name
-                and copy.first_chunk_index == streamed.vp_stage
-            ):
+            is_same_weight = copy.name == streamed.param_name
+            if is_same_weight and copy.first_chunk_index == streamed.vp_stage:
                 yield streamed._replace(vp_stage=copy.chunk_index)
 
 
@@ -124,7 +130,12 @@ def _stream_to_all_copies(
     f"{_MODEL_BRIDGE}._broadcast_shared_embeddings",
     kind="replace",
 )
-def _fill_copies(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _fill_copies(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     """After loading Hugging Face weights, Bridge fills the copy of a tied embedding from another
     rank, so a copy on the same rank would remain uninitialised.
     """

@@ -228,7 +228,9 @@ def _check_twins(config: PipelineConfig, sizes: _Sizes) -> None:
 
 
 def _put_in_force(
-    config: PipelineConfig, sizes: _Sizes, seed: int | None
+    config: PipelineConfig,
+    sizes: _Sizes,
+    seed: int | None,
 ) -> ModelBuild:
     """Check a configuration against the sizes, activate it, and return the model's settings."""
     requested = config
@@ -259,17 +261,19 @@ def _put_in_force(
     put_in_force(preflight, requested, seed)
     # Log once per host.
     if required().environment.local_rank == 0:
-        lines = preflight.changes + preflight.notices
-        log(*(reworded(line, in_fields) for line in lines))
+        lines = [
+            reworded(line, in_fields) for line in preflight.changes + preflight.notices
+        ]
+        log(*lines)
     placement = pipeline.placement
     num_chunks = placement.num_stages // placement.num_ranks
+    # With 1 instead of None, Megatron would interleave the only chunk.
+    virtual_size = num_chunks if num_chunks > 1 else None
+    layout = cut_arguments.get("pipeline_model_parallel_layout", sizes.layout)
     return ModelBuild(
         pipeline_model_parallel_size=placement.num_ranks,
-        # With 1 instead of None, Megatron would interleave the only chunk.
-        virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
-        pipeline_model_parallel_layout=cut_arguments.get(
-            "pipeline_model_parallel_layout", sizes.layout
-        ),
+        virtual_pipeline_model_parallel_size=virtual_size,
+        pipeline_model_parallel_layout=layout,
         replicas=config.twins,
         num_microbatches=pipeline.num_microbatches,
         variable_seq_lengths=config.variable_seq_lengths,
@@ -279,13 +283,16 @@ def _put_in_force(
 
 def _megatron_arguments(config: PipelineConfig, sizes: _Sizes) -> Namespace:
     """Return the sizes under Megatron's argument names, which the rules use."""
+    # Attribute the program's other parallelism to tensor parallelism. Then there is
+    # only one replica, whose global batch consists of one pipeline's micro-batches.
+    tensor_parallel_size = max(1, sizes.world_size // sizes.pipeline_ranks)
+    # A layout sets the stages per rank.
+    num_chunks = None if sizes.layout else config.chunks
     return Namespace(
         world_size=sizes.world_size,
-        # Attribute the program's other parallelism to tensor parallelism. Then there is
-        # only one replica, whose global batch consists of one pipeline's micro-batches.
-        tensor_model_parallel_size=max(1, sizes.world_size // sizes.pipeline_ranks),
+        tensor_model_parallel_size=tensor_parallel_size,
         pipeline_model_parallel_size=sizes.pipeline_ranks,
-        num_virtual_stages_per_pipeline_rank=None if sizes.layout else config.chunks,
+        num_virtual_stages_per_pipeline_rank=num_chunks,
         pipeline_model_parallel_layout=sizes.layout,
         num_layers=sizes.num_layers,
         mtp_num_layers=sizes.mtp_num_layers,
@@ -295,7 +302,9 @@ def _megatron_arguments(config: PipelineConfig, sizes: _Sizes) -> Namespace:
 
 
 def _stock_pipeline(
-    config: PipelineConfig, sizes: _Sizes, arguments: Namespace
+    config: PipelineConfig,
+    sizes: _Sizes,
+    arguments: Namespace,
 ) -> Pipeline:
     """Return the pipeline that Megatron's own schedule runs."""
     # A layout may have several stages per rank, except on a single rank, which holds one stage.
@@ -307,4 +316,8 @@ def _stock_pipeline(
         schedule=config.schedule or default_schedule(num_chunks),
         chunks=num_chunks if num_chunks > 1 else None,
     )
-    return Pipeline(stock_config, sizes.pipeline_ranks, sizes.num_microbatches)
+    return Pipeline(
+        stock_config,
+        sizes.pipeline_ranks,
+        sizes.num_microbatches,
+    )

@@ -79,18 +79,20 @@ def execute(script: Path | None) -> None:
 
 def _address_of_one() -> None:
     """Set the rendezvous variables that torch needs if a single process runs without a launcher."""
-    if os.environ.get("WORLD_SIZE", "1") != "1" or "MASTER_ADDR" in os.environ:
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    if num_ranks != "1" or "MASTER_ADDR" in os.environ:
         return
     with socket.socket() as probe:
         # A fixed port would make two training runs on one host connect to each other.
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    for name, value in (
-        ("RANK", 0),
-        ("WORLD_SIZE", 1),
-        ("LOCAL_RANK", 0),
-        ("MASTER_PORT", port),
-    ):
+    defaults = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_RANK": 0,
+        "MASTER_PORT": port,
+    }
+    for name, value in defaults.items():
         os.environ.setdefault(name, str(value))
     os.environ["MASTER_ADDR"] = "localhost"
 
@@ -142,18 +144,18 @@ def _is_of_megatron(frame: FrameType) -> bool:
 
 
 def _missing_package(
-    error: ModuleNotFoundError, frames: Sequence[FrameType]
+    error: ModuleNotFoundError,
+    frames: Sequence[FrameType],
 ) -> UserError | None:
     """Return the error for a package that Megatron imports but that is not installed."""
     # Skip the import system's frames, which are between the importing line and the error.
     outside_imports = [
         frame for frame in frames if "importlib" not in frame.f_code.co_filename
     ]
-    package = (error.name or "").partition(".")[0]
-    if not _is_of_megatron(outside_imports[-1]) or package in {
-        "megatron",
-        "megatron_ext",
-    }:
+    full_name = error.name or ""
+    package = full_name.partition(".")[0]
+    is_megatrons_import = _is_of_megatron(outside_imports[-1])
+    if not is_megatrons_import or package in {"megatron", "megatron_ext"}:
         return None
     remedy = f"none of megatron-ext's extras installs it: pip install {package}, if it can run here"
     if _is_in_extra(package, "upstream"):
@@ -179,8 +181,9 @@ def _is_in_extra(package: str, extra: str) -> bool:
 def _lost_peer(error: RuntimeError) -> PeerDied | None:
     """Return the error for a collective that failed because another rank exited."""
     # The script itself may raise an error with the same text about another connection.
-    is_torchs = type(error).__module__ == "torch.distributed" or "gloo/" in str(error)
-    lost_connection = _LOST.search(str(error))
+    text = str(error)
+    is_torchs = type(error).__module__ == "torch.distributed" or "gloo/" in text
+    lost_connection = _LOST.search(text)
     if not is_torchs or lost_connection is None:
         return None
     # The innermost frame outside torch called the collective.
@@ -200,12 +203,14 @@ def run(script: str, argv: Sequence[str]) -> int:
     Errors from other packages propagate with their traceback.
     """
     if {"-h", "--help"} & set(argv):
-        if os.environ.get("RANK", "0") != "0":
+        if not _is_rank_0():
             return 0  # rank 0 prints the help
         warnings.simplefilter("ignore")
     # Do not use basicConfig: upstream calls it later, which has no effect once the root
     # logger has a handler.
-    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
+    level = logging.WARNING
+    if _is_rank_0():
+        level = logging.INFO
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("megatron_ext: %(message)s"))
     logger = logging.getLogger("megatron_ext")
@@ -235,6 +240,10 @@ def run(script: str, argv: Sequence[str]) -> int:
     return 0
 
 
+def _is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _without_stacks(_coordinator: ModuleType) -> None:
     """Undo a side effect of importing this Megatron module: stack dumps on Ctrl-C and SIGTERM.
 
@@ -253,7 +262,7 @@ def _run(script: str, argv: Sequence[str]) -> None:
     # Select the device (from --device-backend) before Megatron is imported, because Megatron copies
     # names from torch.cuda.
     devices.current()
-    if path is None and os.environ.get("RANK", "0") == "0":
+    if path is None and _is_rank_0():
         print(
             "megatron_ext trains GPT with the wheel's megatron.training (no Megatron-LM tree was "
             "found)",

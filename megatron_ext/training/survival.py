@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
-from typing import Any
+from typing import Any, NamedTuple
 
 from nvidia_resiliency_ext.inprocess import Compose
 from nvidia_resiliency_ext.inprocess.abort import Abort
@@ -144,12 +144,20 @@ def _errors_logged(rank: int, waits: str) -> Iterator[None]:
         _LOG.exception("rank %s could not abort its %s", rank, waits)
 
 
+class _Failure(NamedTuple):
+    """An error that a rank raised."""
+
+    description: str
+    step: int
+    """0 before the first step."""
+
+
 class EndConfiguration(Finalize):
     """Runs after the training function has returned or raised, and before NVRx calls it again."""
 
     def __init__(self) -> None:
-        self._last_failure: tuple[str, int] | None = None
-        """The last error that this rank itself raised, and its step (0 before the first step).
+        self._last_failure: _Failure | None = None
+        """The last error that this rank itself raised.
 
         Reset to None once training has passed that step.
         """
@@ -176,7 +184,8 @@ class EndConfiguration(Finalize):
     def _would_come_again(self, error: Exception | None) -> bool:
         """Return whether restarting would only repeat this error (NVRx would do so forever)."""
         step = cause.current_iteration() or 0
-        if self._last_failure is not None and step > self._last_failure[1]:
+        last_failure = self._last_failure
+        if last_failure is not None and step > last_failure.step:
             self._last_failure = None  # the restart has helped
         if error is None:
             return False
@@ -186,8 +195,11 @@ class EndConfiguration(Finalize):
         if kind not in ("error", "hang"):  # another rank has failed
             return False
         # Compare hangs only by their kind, because a hang's text contains its duration.
-        description = kind if kind == "hang" else repr(error)
-        failure = (description, step)
+        if kind == "hang":
+            description = kind
+        else:
+            description = repr(error)
+        failure = _Failure(description, step)
         is_same = failure == self._last_failure
         self._last_failure = failure
         if is_same:
@@ -208,10 +220,11 @@ def _clear_caches_of_megatron() -> None:
         if module is None or not name.startswith("megatron."):
             continue
         for member in list(vars(module).values()):
-            if isinstance(member, type):
-                for method in vars(member).values():
-                    if isinstance(method, _lru_cache_wrapper):
-                        method.cache_clear()
+            if not isinstance(member, type):
+                continue
+            for method in vars(member).values():
+                if isinstance(method, _lru_cache_wrapper):
+                    method.cache_clear()
 
 
 def with_our_part(settings: dict[str, Any]) -> dict[str, Any]:
@@ -219,12 +232,16 @@ def with_our_part(settings: dict[str, Any]) -> dict[str, Any]:
     # In a composition, NVRx calls the last step first, so put our steps last. Our steps must run
     # first: NVRx interrupts the training thread between two lines of Python, and a thread that
     # waits for a message executes no Python code.
+    our_steps = {
+        "initialize": BeginAttempt(),
+        "abort": EndWaits(),
+        "finalize": EndConfiguration(),
+    }
     composed = dict(settings)
-    for name, step in (
-        ("initialize", BeginAttempt()),
-        ("abort", EndWaits()),
-        ("finalize", EndConfiguration()),
-    ):
+    for name, step in our_steps.items():
         user_step = settings.get(name)
-        composed[name] = step if user_step is None else Compose(user_step, step)
+        if user_step is None:
+            composed[name] = step
+        else:
+            composed[name] = Compose(user_step, step)
     return composed

@@ -130,13 +130,13 @@ def refuse(args: Namespace) -> None:
         ArgumentsError: One line for each setting.
     """
     settings = dict(_SCRIPT_ONLY)
-    if not hasattr(
-        import_module("megatron.training.argument_utils"), "gpt_config_from_args"
-    ):
+    argument_utils = import_module("megatron.training.argument_utils")
+    if not hasattr(argument_utils, "gpt_config_from_args"):
         settings.update(_BUILDERS_ONLY)
     lines = []
     for name, off_value in settings.items():
-        if getattr(args, name, off_value) in (off_value, None):
+        value = getattr(args, name, off_value)
+        if value in (off_value, None):
             continue
         flag = f"--{name.replace('_', '-')}"
         lines.append(
@@ -183,7 +183,12 @@ def _model(
     )
 
 
-def _layers(args: Namespace, config: Any, use_te: bool, vp_stage: int | None) -> Any:
+def _layers(
+    args: Namespace,
+    config: Any,
+    use_te: bool,
+    vp_stage: int | None,
+) -> Any:
     if args.spec is not None:
         return import_spec(args.spec)
     if args.num_experts:
@@ -198,13 +203,21 @@ def _layers(args: Namespace, config: Any, use_te: bool, vp_stage: int | None) ->
     names = parameters(f"{gpt_layer_specs.__name__}:get_gpt_layer_{kind}_submodules")
     # The parameters have the same names as the configuration's fields. `fp8` is
     # deprecated, and passing it triggers a warning.
-    settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    settings = {}
+    for name in names:
+        if hasattr(config, name):
+            settings[name] = getattr(config, name)
     settings.pop("fp8", None)
     make_spec = getattr(gpt_layer_specs, f"get_gpt_layer_{kind}_spec")
     return make_spec(**settings)
 
 
-def _mtp(args: Namespace, config: Any, use_te: bool, vp_stage: int | None) -> Any:
+def _mtp(
+    args: Namespace,
+    config: Any,
+    use_te: bool,
+    vp_stage: int | None,
+) -> Any:
     if args.mtp_num_layers is None:
         return None
     layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
@@ -215,7 +228,10 @@ def _mtp(args: Namespace, config: Any, use_te: bool, vp_stage: int | None) -> An
         vp_stage=vp_stage,
     )
     return gpt_layer_specs.get_gpt_mtp_block_spec(
-        config, layers[-1], use_transformer_engine=use_te, vp_stage=vp_stage
+        config,
+        layers[-1],
+        use_transformer_engine=use_te,
+        vp_stage=vp_stage,
     )
 
 
@@ -224,7 +240,8 @@ def _embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
     args = get_args()
     ranks = {pp_ranks[0]}
     if len(pp_ranks) > 1:
-        ranks.update(get_mtp_ranks(pp_ranks, core_transformer_config_from_args(args)))
+        config = core_transformer_config_from_args(args)
+        ranks.update(get_mtp_ranks(pp_ranks, config))
         if not args.untie_embeddings_and_output_weights:
             ranks.add(pp_ranks[-1])
     return sorted(ranks)
@@ -252,9 +269,8 @@ def _step(
         num_samples = getattr(args, "eval_micro_batch_size", num_samples)
     timer.start()
     with stimer(bdata=True):
-        batch = _batch(
-            data_iterator, get_attr_wrapped_model(chunk, "vp_stage"), num_samples
-        )
+        vp_stage = get_attr_wrapped_model(chunk, "vp_stage")
+        batch = _batch(data_iterator, vp_stage, num_samples)
         if batch and args.context_parallel_size > 1:
             batch = _part_of_cp_rank(batch)
     timer.stop()
@@ -267,7 +283,8 @@ def _step(
             labels=batch.get("labels"),
             loss_mask=batch.get("loss_mask"),
         )
-    return output, partial(_loss, args, batch.get("loss_mask"))
+    loss = partial(_loss, args, batch.get("loss_mask"))
+    return output, loss
 
 
 def _part_of_cp_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -278,7 +295,10 @@ def _part_of_cp_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         "is_hybrid_cp": False,
     }
     names = parameters("megatron.core.utils:get_batch_on_this_cp_rank")
-    accepted = {name: value for name, value in options.items() if name in names}
+    accepted = {}
+    for name, value in options.items():
+        if name in names:
+            accepted[name] = value
     part: dict[str, torch.Tensor] = get_batch_on_this_cp_rank(batch, **accepted)
     return part
 
@@ -301,7 +321,9 @@ def _fields_read(vp_stage: int | None) -> list[str]:
 
 
 def _batch(
-    data_iterator: Iterator[Any] | None, vp_stage: int | None, num_samples: int
+    data_iterator: Iterator[Any] | None,
+    vp_stage: int | None,
+    num_samples: int,
 ) -> dict[str, torch.Tensor]:
     """Fetch a stage's fields, `[b, s]` each.
 
@@ -335,7 +357,9 @@ def _batch(
 
 
 def _loss(
-    args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor
+    args: Namespace,
+    loss_mask: torch.Tensor | None,
+    output: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the sum of the losses `[b, s]`, the number of tokens, and a report with both."""
     # Return the sum rather than the mean, because the schedule divides by the number of tokens.
@@ -345,7 +369,8 @@ def _loss(
     num_tokens = mask.sum().clone().detach().to(torch.int)
     rerun_machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
-        for is_rejected, value in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+        rejected = {"NaN": torch.isnan, "Inf": torch.isinf}
+        for value, is_rejected in rejected.items():
             rerun_machine.validate_result(
                 result=loss,
                 rejection_func=is_rejected,
@@ -355,7 +380,9 @@ def _loss(
             )
     if args.check_for_spiky_loss:
         is_spiky = partial(
-            rerun_machine.is_unexpectedly_large, threshold=_SPIKE, context="loss"
+            rerun_machine.is_unexpectedly_large,
+            threshold=_SPIKE,
+            context="loss",
         )
         rerun_machine.validate_result(
             result=loss,
@@ -364,7 +391,8 @@ def _loss(
             tolerance=0.0,
             fatal=False,
         )
-    report = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
+    reported_loss = loss.clone().detach()
+    report = torch.cat([reported_loss.view(1), num_tokens.view(1)])
     return loss, num_tokens, {"lm loss": report}
 
 
@@ -383,7 +411,10 @@ def _datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(
-        dataset_class, num_samples, is_built_here, _dataset_config(args)
+        dataset_class,
+        num_samples,
+        is_built_here,
+        _dataset_config(args),
     )
     datasets = builder.build()
     print_rank_0("> finished creating GPT datasets ...")
@@ -394,13 +425,14 @@ def _dataset_config(args: Namespace) -> GPTDatasetConfig:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     sequences_per_dataset = None
     if args.per_dataset_sequences_path:
-        sequences_per_dataset = json.loads(
-            Path(args.per_dataset_sequences_path).read_text()
-        )
+        path = Path(args.per_dataset_sequences_path)
+        sequences_per_dataset = json.loads(path.read_text())
     settings = {}
     for field in fields(GPTDatasetConfig):
         if hasattr(args, field.name):
             settings[field.name] = getattr(args, field.name)
+    # This is 0 without sequence parallelism.
+    sequence_parallel_size = args.tensor_model_parallel_size * args.sequence_parallel
     # Add the fields whose arguments have different names, or that combine several arguments.
     settings |= {
         "random_seed": args.seed,
@@ -413,7 +445,6 @@ def _dataset_config(args: Namespace) -> GPTDatasetConfig:
         "fast_cache_load": args.dataloader_fast_cache_load,
         "sequences_per_dataset": sequences_per_dataset,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
-        "sequence_parallel_size": args.tensor_model_parallel_size
-        * args.sequence_parallel,
+        "sequence_parallel_size": sequence_parallel_size,
     }
     return GPTDatasetConfig(**settings)

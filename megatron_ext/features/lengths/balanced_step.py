@@ -80,9 +80,11 @@ def fetched(
     """
     check_iterator(items, flag)
     held: dict[int, Any] = {}
-    first, step = 0, 1
+    first = 0
+    step = 1
     if replicas is not None:
-        first, step = replicas.group.rank(), replicas.group.size()
+        first = replicas.group.rank()
+        step = replicas.group.size()
     try:
         for place in range(num_microbatches):
             # Use `next`, because Megatron's RerunDataIterator has no `__iter__`.
@@ -138,7 +140,9 @@ class BalancedStep:
         if self._received is not None:
             # Copy the items: forward steps write to them, and the next chunk reads them
             # as well.
-            held = {number: copy(item) for number, item in self._received.items()}
+            held = {}
+            for number, item in self._received.items():
+                held[number] = copy(item)
         assert self.order is not None
         for number in self.order:
             yield held.pop(number)
@@ -152,7 +156,8 @@ class BalancedStep:
         # All ranks in a replica that read data see the same lengths, so they choose the
         # same order without communicating. Ranks without data use only the micro-batch
         # numbers in the table.
-        replicas, num_microbatches = self.replicas, self.schedule.num_microbatches
+        replicas = self.replicas
+        num_microbatches = self.schedule.num_microbatches
         try:
             held = self._fetched(items)
             costs = [item_cost(item, self.length_cost) for item in held.values()]
@@ -166,12 +171,12 @@ class BalancedStep:
             # cannot deadlock: in each replica, a stage's first read depends only on
             # earlier stages.
             costs = replicas.costs(costs)
-            held = replicas.shared_out(held, costs, fills_of(self.schedule.placement))
+            fills = fills_of(self.schedule.placement)
+            held = replicas.shared_out(held, costs, fills)
             self._received = held
         numbers = sorted(held)
-        places = best_order(
-            self.schedule, [costs[number] for number in numbers], self.costs
-        )
+        own_costs = [costs[number] for number in numbers]
+        places = best_order(self.schedule, own_costs, self.costs)
         self.order = tuple(numbers[place] for place in places)
         return held
 
@@ -195,10 +200,14 @@ class BalancedStep:
         if not reports:
             return {}
         # A rank without data has no order. The broadcast below replaces this placeholder.
-        order = list(self.order or range(self.schedule.num_microbatches))
+        placeholder = range(self.schedule.num_microbatches)
+        order = list(self.order or placeholder)
         if tensor_parallel.size() > 1:
             shared = torch.tensor(order, device=device_of(chunks))
             source = dist.get_process_group_ranks(tensor_parallel)[0]
             dist.broadcast(shared, source, group=tensor_parallel)
             order = shared.tolist()
-        return {order[microbatch]: report for microbatch, report in reports.items()}
+        report_of = {}
+        for microbatch, report in reports.items():
+            report_of[order[microbatch]] = report
+        return report_of

@@ -31,11 +31,14 @@ if TYPE_CHECKING:
 
 def fills_of(placement: Placement) -> float:
     """Return the time to fill and drain a pipeline, in whole micro-batches: (pp - 1) / chunks."""
-    return (placement.num_ranks - 1) * placement.num_ranks / placement.num_stages
+    num_ranks = placement.num_ranks
+    return (num_ranks - 1) * num_ranks / placement.num_stages
 
 
 def deal_out(
-    costs: Sequence[float], num_replicas: int, fills: float = 0.0
+    costs: Sequence[float],
+    num_replicas: int,
+    fills: float = 0.0,
 ) -> list[list[int]]:
     """Distribute a step's micro-batches over replicas, giving each the same number.
 
@@ -74,12 +77,15 @@ def deal_out(
             if share_costs:
                 # Use exact sums, because rounding errors could otherwise decide between
                 # distributions of equal cost.
-                replica_costs.append(fsum(share_costs) + fills * max(share_costs))
+                work = fsum(share_costs)
+                fill = fills * max(share_costs)
+                replica_costs.append(work + fill)
         return max(replica_costs, default=0.0)
 
-    in_file_order = [
-        list(range(first, len(costs), num_replicas)) for first in range(num_replicas)
-    ]
+    in_file_order = []
+    for replica in range(num_replicas):
+        numbers = range(replica, len(costs), num_replicas)
+        in_file_order.append(list(numbers))
     dealt = _dealt(costs, num_replicas, share_size)
     # If both cost the same, `min` returns the data order, for which nothing has to be sent.
     shares = min(in_file_order, dealt, key=costliest)
@@ -87,7 +93,9 @@ def deal_out(
 
 
 def _dealt(
-    costs: Sequence[float], num_replicas: int, share_size: int
+    costs: Sequence[float],
+    num_replicas: int,
+    share_size: int,
 ) -> list[list[int]]:
     """Deal out micro-batches in descending order of cost, each to the cheapest share with room."""
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
@@ -95,13 +103,14 @@ def _dealt(
     cheapest = [(0.0, share) for share in range(num_replicas)]
     # Sort equal costs by number, so that all replicas deal out the micro-batches
     # identically.
-    for number in sorted(
-        range(len(costs)), key=lambda number: (-costs[number], number)
-    ):
+    numbers = range(len(costs))
+    costliest_first = sorted(numbers, key=lambda number: (-costs[number], number))
+    for number in costliest_first:
         cost, share = heapq.heappop(cheapest)
         shares[share].append(number)
         if len(shares[share]) < share_size:
-            heapq.heappush(cheapest, (cost + costs[number], share))
+            new_cost = cost + costs[number]
+            heapq.heappush(cheapest, (new_cost, share))
     return shares
 
 
@@ -122,7 +131,8 @@ def _assigned(shares: list[list[int]]) -> list[list[int]]:
     # Use a dict as an ordered set, because all replicas must assign the shares
     # identically.
     free_shares = dict.fromkeys(range(num_replicas))
-    for replica, index in sorted(has_read, key=lambda pair: (-has_read[pair], pair)):
+    largest_first = sorted(has_read, key=lambda pair: (-has_read[pair], pair))
+    for replica, index in largest_first:
         if replica not in share_of and index in free_shares:
             share_of[replica] = index
             del free_shares[index]
@@ -130,12 +140,18 @@ def _assigned(shares: list[list[int]]) -> list[list[int]]:
     remaining = iter(free_shares)
     assigned = []
     for replica in range(num_replicas):
-        index = share_of[replica] if replica in share_of else next(remaining)
+        if replica in share_of:
+            index = share_of[replica]
+        else:
+            index = next(remaining)
         assigned.append(sorted(shares[index]))
     return assigned
 
 
-def packs_in_file_order(lengths: Iterable[int], max_tokens: int) -> Iterator[list[int]]:
+def packs_in_file_order(
+    lengths: Iterable[int],
+    max_tokens: int,
+) -> Iterator[list[int]]:
     """Yield each micro-batch's sample lengths, for a sampler that reads in order.
 
     Each sample is added to the current pack, or starts a new one if it does not fit.
@@ -155,7 +171,8 @@ def packs_in_file_order(lengths: Iterable[int], max_tokens: int) -> Iterator[lis
             )
         if length > room:
             yield pack
-            pack, room = [], max_tokens
+            pack = []
+            room = max_tokens
         pack.append(length)
         room -= length
     if pack:
@@ -182,8 +199,10 @@ def shortest(
     fill = last_head * stage_share * costs.forward * min(sample_costs)
     mean = costs.work * sum(sample_costs) / num_replicas
     hops = sum(hop != "local" for hop in placement.hops)
-    longest = placement.num_ranks * (costs.forward + costs.input) * max(sample_costs)
-    return max(mean + fill, longest + 2 * hops * costs.latency)
+    passes = costs.forward + costs.input
+    longest = placement.num_ranks * passes * max(sample_costs)
+    message_time = 2 * hops * costs.latency
+    return max(mean + fill, longest + message_time)
 
 
 # Number of small micro-batches that fill the pipeline before the largest ones.
@@ -191,7 +210,9 @@ _FEW = 3
 
 
 def best_order(
-    schedule: Schedule, scales: Sequence[float], costs: Costs = UNIT
+    schedule: Schedule,
+    scales: Sequence[float],
+    costs: Costs = UNIT,
 ) -> tuple[int, ...]:
     """Return, for each micro-batch in a table, the number of the data micro-batch that runs there.
 
@@ -214,15 +235,20 @@ def best_order(
     # micro-batches should run at both ends. The best order depends on the table, so
     # simulate a few orders, including the data order, so that the result is never
     # slower than that.
-    rising = sorted(range(len(shares)), key=lambda number: (shares[number], number))
+    rising = sorted(in_file_order, key=lambda number: (shares[number], number))
+    # Small micro-batches at both ends, the largest in the middle.
+    first_half = rising[::2]
+    second_half = rising[1::2]
+    largest_in_middle = first_half + second_half[::-1]
+    # One or a few small micro-batches, then the rest in descending order.
+    one_small_first = rising[:1] + rising[:0:-1]
+    few_small_first = rising[:_FEW] + rising[: _FEW - 1 : -1]
     candidates = (
         in_file_order,
-        # Small micro-batches at both ends, the largest in the middle.
-        tuple(rising[::2] + rising[1::2][::-1]),
+        tuple(largest_in_middle),
         tuple(rising),
-        # One or a few small micro-batches, then the rest in descending order.
-        tuple(rising[:1] + rising[:0:-1]),
-        tuple(rising[:_FEW] + rising[: _FEW - 1 : -1]),
+        tuple(one_small_first),
+        tuple(few_small_first),
     )
     # Do not use a set, because the first of several equally fast orders must be the
     # same on every rank.
@@ -242,5 +268,6 @@ def makespan_of(
 
     `order` gives the micro-batch number at each place. `costs` are durations at scale 1.
     """
-    placed = tuple(scales[number] for number in order)
-    return simulate(schedule, replace(costs, microbatch_scale=placed)).makespan
+    placed_scales = tuple(scales[number] for number in order)
+    scaled_costs = replace(costs, microbatch_scale=placed_scales)
+    return simulate(schedule, scaled_costs).makespan

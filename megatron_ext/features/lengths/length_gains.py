@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.features.lengths.length_balance import (
@@ -77,6 +77,15 @@ class LengthGains(NamedTuple):
     the model."""
     bound: float
     """Lower bound on the step time for any packing and order."""
+
+
+class _StepWithSlices(NamedTuple):
+    """One step whose micro-batches are cut by length."""
+
+    time: float
+    """In mean micro-batches."""
+    peak: float
+    """Peak activations on a rank, in the unit of `LengthGains.sliced_peak`."""
 
 
 class _Batch(NamedTuple):
@@ -152,15 +161,18 @@ def predict_lengths(
             slicing = _Slicing(schedule, sizes, length_cost, costs, slice_tokens)
             steps = [slicing.step(batch) for batch in batches]
             schedule_gains = schedule_gains._replace(
-                sliced=fmean(step for step, _ in steps),
-                sliced_peak=max(peak for _, peak in steps),
+                sliced=fmean(step.time for step in steps),
+                sliced_peak=max(step.peak for step in steps),
             )
         gains.append(schedule_gains)
-    return sorted(gains, key=lambda gains: gains.pack), left_out
+    fastest_first = sorted(gains, key=lambda gains: gains.pack)
+    return fastest_first, left_out
 
 
 def _global_batches(
-    lengths: Sequence[int], sizes: Sizes, length_cost: LengthCost
+    lengths: Sequence[int],
+    sizes: Sizes,
+    length_cost: LengthCost,
 ) -> list[_Batch]:
     """Return the first global batches that samples of these lengths fill.
 
@@ -168,9 +180,8 @@ def _global_batches(
         ScheduleError: The samples do not fill one batch, or a sample is longer than a micro-batch.
     """
     batch_size = sizes.num_microbatches * sizes.num_replicas
-    packs = list(
-        islice(packs_in_file_order(lengths, sizes.max_tokens), batch_size * MAX_BATCHES)
-    )
+    all_packs = packs_in_file_order(lengths, sizes.max_tokens)
+    packs = list(islice(all_packs, batch_size * MAX_BATCHES))
     if len(packs) < batch_size:
         raise ScheduleError(
             f"the lengths fill {len(packs)} micro-batches of {sizes.max_tokens} tokens, but a step "
@@ -179,20 +190,33 @@ def _global_batches(
         )
     batches: list[_Batch] = []
     # Drop the last batch if it is incomplete.
-    for first in range(0, len(packs) - batch_size + 1, batch_size):
+    num_batches = len(packs) // batch_size
+    for index in range(num_batches):
+        first = index * batch_size
         batch_packs = packs[first : first + batch_size]
-        samples = [length for pack in batch_packs for length in pack]
+        samples: list[int] = []
+        for pack in batch_packs:
+            samples += pack
         # Use the mean micro-batch as the cost unit, so that steps from different data
         # sets are comparable.
         mean_cost = length_cost.of_pack(samples) / batch_size
-        pack_costs = [length_cost.of_pack(pack) / mean_cost for pack in batch_packs]
-        sample_costs = [length_cost.of_length(length) / mean_cost for length in samples]
-        batches.append(_Batch(pack_costs, sample_costs, batch_packs, mean_cost))
+        batch = _Batch(
+            microbatches=[
+                length_cost.of_pack(pack) / mean_cost for pack in batch_packs
+            ],
+            samples=[length_cost.of_length(length) / mean_cost for length in samples],
+            packs=batch_packs,
+            mean_cost=mean_cost,
+        )
+        batches.append(batch)
     return batches
 
 
 def _gains(
-    schedule: Schedule, batches: Sequence[_Batch], num_replicas: int, costs: Costs
+    schedule: Schedule,
+    batches: Sequence[_Batch],
+    num_replicas: int,
+    costs: Costs,
 ) -> LengthGains:
     """Return one schedule's mean step times over the global batches."""
 
@@ -207,10 +231,11 @@ def _gains(
         order_of: Callable[[Sequence[float]], Sequence[int]],
     ) -> float:
         """Return a step's duration: the time until the slowest replica finishes."""
-        return max(
-            makespan_of(schedule, microbatches, order_of(microbatches), costs)
-            for microbatches in replicas
-        )
+        makespans = []
+        for microbatches in replicas:
+            order = order_of(microbatches)
+            makespans.append(makespan_of(schedule, microbatches, order, costs))
+        return max(makespans)
 
     file_steps: list[float] = []
     order_steps: list[float] = []
@@ -218,17 +243,24 @@ def _gains(
     bounds: list[float] = []
     for batch in batches:
         # Replicas take turns reading micro-batches. Only `pack` redistributes them.
-        as_read = [
-            batch.microbatches[replica::num_replicas] for replica in range(num_replicas)
-        ]
-        shares = deal_out(
-            batch.microbatches, num_replicas, fills_of(schedule.placement)
-        )
-        dealt = [[batch.microbatches[number] for number in share] for share in shares]
+        microbatches = batch.microbatches
+        as_read = []
+        for replica in range(num_replicas):
+            as_read.append(microbatches[replica::num_replicas])
+        fills = fills_of(schedule.placement)
+        dealt = []
+        for share in deal_out(microbatches, num_replicas, fills):
+            dealt.append([microbatches[number] for number in share])
         file_steps.append(step(as_read, in_file_order))
         order_steps.append(step(as_read, in_best_order))
         pack_steps.append(step(dealt, in_best_order))
-        bounds.append(shortest(batch.samples, num_replicas, schedule.placement, costs))
+        bound = shortest(
+            batch.samples,
+            num_replicas,
+            schedule.placement,
+            costs,
+        )
+        bounds.append(bound)
     return LengthGains(
         schedule=schedule.label,
         in_file_order=fmean(file_steps),
@@ -250,11 +282,8 @@ class _Slicing:
     costs: Costs
     slice_tokens: int
 
-    def step(self, batch: _Batch) -> tuple[float, float]:
-        """Return a step's time, in mean micro-batches, and its activation peak.
-
-        The peak is in the same unit as `LengthGains.sliced_peak`.
-        """
+    def step(self, batch: _Batch) -> _StepWithSlices:
+        """Simulate a step. It ends when the slowest replica finishes."""
         fills = fills_of(self.schedule.placement)
         replicas: list[list[list[int]]] = []
         for share in deal_out(batch.microbatches, self.sizes.num_replicas, fills):
@@ -270,28 +299,35 @@ class _Slicing:
             counts.append(
                 slices_needed(most_tokens, self.slice_tokens, "--slice-tokens")
             )
-        results = [
-            self._of_replica(packs, counts, batch.mean_cost) for packs in replicas
-        ]
-        return max(step for step, _ in results), max(peak for _, peak in results)
+        steps = []
+        for packs in replicas:
+            steps.append(self._of_replica(packs, counts, batch.mean_cost))
+        return _StepWithSlices(
+            time=max(step.time for step in steps),
+            peak=max(step.peak for step in steps),
+        )
 
     def _of_replica(
-        self, packs: Sequence[Sequence[int]], counts: Sequence[int], mean_cost: float
-    ) -> tuple[float, float]:
-        """Return one replica's step time and activation peak, in the same units as `step`."""
+        self,
+        packs: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        mean_cost: float,
+    ) -> _StepWithSlices:
+        """Simulate one replica's step."""
         longest = max(map(sum, packs))
         # In the table, the cost unit is one sample as long as the longest micro-batch.
         unit = self.length_cost.of_length(longest)
         # [micro-batch][slice] -> length relative to the longest micro-batch; cost in
         # units
-        sizes, scale = [], []
+        slice_sizes = []
+        slice_costs = []
         for samples, count in zip(packs, counts, strict=True):
             bounds = equal_cost_bounds(samples, count, self.length_cost)
-            sizes.append(
-                tuple((end - begin) / longest for begin, end in pairwise(bounds))
-            )
+            widths = [end - begin for begin, end in pairwise(bounds)]
+            slice_sizes.append(tuple(width / longest for width in widths))
             # All slices of a micro-batch cost about the same.
-            scale.append((self.length_cost.of_pack(samples) / unit / count,) * count)
+            slice_cost = self.length_cost.of_pack(samples) / unit / count
+            slice_costs.append((slice_cost,) * count)
         # The caller's latency and launch time are relative to the mean micro-batch, so convert them
         # to the table's unit. Without linear cost, the attention share is 1, which `Costs` rejects.
         costs = replace(
@@ -299,18 +335,22 @@ class _Slicing:
             latency=self.costs.latency * mean_cost / unit,
             launch=self.costs.launch * mean_cost / unit,
             attention=min(self.length_cost.attention_share(longest), MAX_ATTENTION),
-            slice_scale=tuple(scale),
+            slice_scale=tuple(slice_costs),
         )
-        options = dict(self.schedule.options)
+        chunks: Any = None
+        if self.schedule.name == "interleaved":
+            chunks = self.schedule.options.get("chunks")
         table = generate(
             self.schedule.name,
             self.sizes.pp,
             len(packs),
-            options.get("chunks") if self.schedule.name == "interleaved" else None,  # type: ignore[arg-type]
+            chunks,
             costs,
-            slice_sizes=tuple(sizes),
+            slice_sizes=tuple(slice_sizes),
         )
         makespan = simulate(table, costs).makespan
-        # Convert the time back to mean micro-batches.
-        step = makespan * unit / mean_cost
-        return step, max(activation_peaks(table))
+        return _StepWithSlices(
+            # Convert the time back to mean micro-batches.
+            time=makespan * unit / mean_cost,
+            peak=max(activation_peaks(table)),
+        )

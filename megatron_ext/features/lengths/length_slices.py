@@ -25,7 +25,9 @@ _MAX_SLICES_IN_STEP = 32
 
 
 def slices_needed(
-    tokens: int, slice_tokens: int, flag: str = "--pipeline-slice-tokens"
+    tokens: int,
+    slice_tokens: int,
+    flag: str = "--pipeline-slice-tokens",
 ) -> int:
     """Return the number of slices that a micro-batch needs.
 
@@ -39,10 +41,10 @@ def slices_needed(
     """
     count = max(1, ceil(tokens / slice_tokens))
     if count > MAX_SLICES:
+        least_tokens = ceil(tokens / MAX_SLICES)
         raise ScheduleError(
             f"a micro-batch of {tokens} tokens would need {count} slices of {slice_tokens} "
-            f"tokens, but can have only {MAX_SLICES}; use {flag} {ceil(tokens / MAX_SLICES)} or "
-            "more"
+            f"tokens, but can have only {MAX_SLICES}; use {flag} {least_tokens} or more"
         )
     return count
 
@@ -61,13 +63,20 @@ def automatic_slice_tokens(longest: int, tokens_in_step: int, pp: int) -> int:
         tokens_in_step: Number of tokens in all of a replica's micro-batches.
         pp: Number of pipeline ranks.
     """
-    of_longest = ceil(longest / min(2 * pp, MAX_SLICES))
-    of_step = ceil(tokens_in_step / (_MAX_SLICES_IN_STEP * pp))
-    return max(1, of_longest, of_step)
+    slices_of_longest = min(2 * pp, MAX_SLICES)
+    slices_of_step = _MAX_SLICES_IN_STEP * pp
+    return max(
+        1,
+        ceil(longest / slices_of_longest),
+        ceil(tokens_in_step / slices_of_step),
+    )
 
 
 def equal_cost_bounds(
-    samples: Sequence[int], num_slices: int, length_cost: LengthCost, multiple: int = 1
+    samples: Sequence[int],
+    num_slices: int,
+    length_cost: LengthCost,
+    multiple: int = 1,
 ) -> tuple[int, ...]:
     """Return the first token of each slice, followed by the micro-batch's number of tokens.
 
@@ -85,7 +94,8 @@ def equal_cost_bounds(
     # Both lists have an entry for the start of each sample and one for the end of the
     # last.
     starts = list(accumulate(samples, initial=0))
-    costs_before = list(accumulate(map(length_cost.of_length, samples), initial=0.0))
+    sample_costs = map(length_cost.of_length, samples)
+    costs_before = list(accumulate(sample_costs, initial=0.0))
     num_tokens = starts[-1]
     if num_tokens % multiple:
         raise ScheduleError(
@@ -97,11 +107,14 @@ def equal_cost_bounds(
         cost = costs_before[-1] * number / num_slices
         # Find the sample in which the slice ends.
         index = max(0, bisect_left(costs_before, cost) - 1)
-        end = starts[index] + _tokens_of_cost(cost - costs_before[index], length_cost)
+        cost_in_sample = cost - costs_before[index]
+        end = starts[index] + _tokens_of_cost(cost_in_sample, length_cost)
         rounded_end = round(end / multiple) * multiple
         # Make sure that rounding leaves no slice empty, unless there are fewer tokens than needed.
-        last_end = num_tokens - (num_slices - number) * multiple
-        rounded_end = max(min(rounded_end, last_end), bounds[-1] + multiple)
+        num_later_slices = num_slices - number
+        first_end = bounds[-1] + multiple
+        last_end = num_tokens - num_later_slices * multiple
+        rounded_end = max(min(rounded_end, last_end), first_end)
         bounds.append(min(rounded_end, num_tokens))
     return (*bounds, num_tokens)
 
@@ -109,10 +122,14 @@ def equal_cost_bounds(
 def _tokens_of_cost(cost: float, length_cost: LengthCost) -> float:
     """Return how many tokens at the start of a sample together have a given cost."""
     # Solve linear * tokens + quadratic * tokens^2 = cost.
-    linear, quadratic = length_cost.linear, length_cost.quadratic
-    root = sqrt(linear * linear + 4 * quadratic * max(cost, 0.0))
-    # This form of the quadratic formula does not subtract nearly equal numbers.
-    return 2 * cost / (linear + root) if cost > 0 else 0.0
+    linear = length_cost.linear
+    quadratic = length_cost.quadratic
+    discriminant = linear * linear + 4 * quadratic * max(cost, 0.0)
+    root = sqrt(discriminant)
+    if cost > 0:
+        # This form of the quadratic formula does not subtract nearly equal numbers.
+        return 2 * cost / (linear + root)
+    return 0.0
 
 
 def rising(costs: Sequence[float]) -> tuple[int, ...]:
@@ -121,4 +138,6 @@ def rising(costs: Sequence[float]) -> tuple[int, ...]:
     In this order, the first slice, for which all ranks wait, is the smallest. By the time the
     longest micro-batch arrives, all others have filled the pipeline.
     """
-    return tuple(sorted(range(len(costs)), key=lambda number: (costs[number], number)))
+    numbers = range(len(costs))
+    cheapest_first = sorted(numbers, key=lambda number: (costs[number], number))
+    return tuple(cheapest_first)

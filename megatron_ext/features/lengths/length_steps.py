@@ -33,19 +33,30 @@ class LengthSteps(Feature):
             self._slicer = LengthSlicer(model, length_cost, self._replicas)
 
     def read_ahead(
-        self, iterators: Sequence[Any], num_microbatches: int
+        self,
+        iterators: Sequence[Any],
+        num_microbatches: int,
     ) -> ReadAhead | None:
         """Read a training step's data and cut it into slices; see `Feature.read_ahead`."""
         if self._slicer is None:
             return None
         return self._slicer.step(iterators, num_microbatches)
 
-    def data_order(self, table: Table, config: Any) -> BalancedStep | None:
+    def data_order(
+        self,
+        table: Table,
+        config: Any,
+    ) -> BalancedStep | None:
         """Return the data order for one training step; see `Feature.data_order`."""
         if self._pipeline.config.balance == "off":
             return None
-        cost = self._pipeline.config.length_costs or cost_of_model(config)
-        return BalancedStep(table.schedule, self._pipeline.costs, cost, self._replicas)
+        length_cost = self._pipeline.config.length_costs or cost_of_model(config)
+        return BalancedStep(
+            table.schedule,
+            self._pipeline.costs,
+            length_cost,
+            self._replicas,
+        )
 
 
 def _sharing_replicas(model: Model) -> ReplicaExchange | None:
@@ -55,13 +66,17 @@ def _sharing_replicas(model: Model) -> ReplicaExchange | None:
     """
     if model.pipeline.config.balance != "pack":
         return None
-    group = (
-        getattr(model.groups, "dp", None) or parallel_state.get_data_parallel_group()
-    )
+    group = getattr(model.groups, "dp", None)
+    if not group:
+        group = parallel_state.get_data_parallel_group()
     members = tuple(dist.get_process_group_ranks(group))
     # Either all ranks return here or none do, because all data-parallel groups have the same size.
     if len(members) == 1:
         return None
     # Items are exchanged as bytes on the host, so use gloo instead of Megatron's own group.
-    gloo = groups_of_ranks([members], model.pipeline.timeout_s, backend="gloo")
-    return ReplicaExchange(gloo[members], device_of(model.chunks))
+    gloo_groups = groups_of_ranks(
+        [members],
+        model.pipeline.timeout_s,
+        backend="gloo",
+    )
+    return ReplicaExchange(gloo_groups[members], device_of(model.chunks))

@@ -43,23 +43,31 @@ class ReplicaExchange:
         # As float64, costs arrive unchanged, so all replicas compute the same shares
         # from them.
         own_row = torch.tensor(own_costs, dtype=torch.float64)
-        rows = [torch.empty_like(own_row) for _ in range(self.group.size())]
+        num_replicas = self.group.size()
+        rows = [torch.empty_like(own_row) for _ in range(num_replicas)]
         with self._waiting("the costs of their micro-batches"):
             dist.all_gather(rows, own_row, group=self.group)
         # Replica r reads micro-batches r, r + n and so on, so interleave the rows.
-        costs: list[float] = torch.stack(rows, dim=1).flatten().tolist()
-        failed = [rank for rank, row in enumerate(rows) if bool(row.isnan().any())]
+        interleaved = torch.stack(rows, dim=1).flatten()
+        costs: list[float] = interleaved.tolist()
+        failed_ranks = []
+        for rank, row in enumerate(rows):
+            if bool(row.isnan().any()):
+                failed_ranks.append(rank)
         # The replica that failed returns normally, and its caller raises the actual
         # error.
-        if failed and not math.isnan(own_costs[0]):
+        if failed_ranks and not math.isnan(own_costs[0]):
             raise ScheduleError(
-                f"--pipeline-balance pack: data-parallel rank {failed[0]} could not read this "
-                "step's micro-batches; see that rank's error"
+                f"--pipeline-balance pack: data-parallel rank {failed_ranks[0]} could not read "
+                "this step's micro-batches; see that rank's error"
             )
         return costs
 
     def shared_out(
-        self, held: Mapping[int, Any], costs: Sequence[float], fills: float
+        self,
+        held: Mapping[int, Any],
+        costs: Sequence[float],
+        fills: float,
     ) -> dict[int, Any]:
         """Return the micro-batches that this replica runs, by number. Collective over `group`.
 
@@ -83,24 +91,37 @@ class ReplicaExchange:
         # [receiving replica] -> the items that it receives from this replica
         sent: list[dict[int, Any]] = []
         for share in shares:
-            sent.append({number: held[number] for number in share if number in held})
-        own_items, sent[self.group.rank()] = sent[self.group.rank()], {}
+            items = {number: held[number] for number in share if number in held}
+            sent.append(items)
+        # This replica keeps its own part.
+        own_rank = self.group.rank()
+        own_items = sent[own_rank]
+        sent[own_rank] = {}
         placed = partial(_placed, self.device)
-        for received in self._swapped([_packed(items) for items in sent]):
+        # Do not name the packed parts: they would stay in memory while the received ones are read.
+        received_parts = self._swapped([_packed(items) for items in sent])
+        for received in received_parts:
             if received:
-                stream = io.BytesIO(received)
-                own_items |= torch.load(stream, map_location=placed, weights_only=True)
+                own_items |= torch.load(
+                    io.BytesIO(received),
+                    map_location=placed,
+                    weights_only=True,
+                )
         return own_items
 
     def _leaves_all_in_place(self, shares: Sequence[Sequence[int]]) -> bool:
         """Return whether every replica runs exactly the micro-batches that it has read."""
+        num_replicas = len(shares)
         for replica, share in enumerate(shares):
-            if any(number % len(shares) != replica for number in share):
-                return False
+            for number in share:
+                reader = number % num_replicas
+                if reader != replica:
+                    return False
         return True
 
     def _swapped(self, parts: Sequence[bytes]) -> list[bytes]:
         """Send one part to each replica and return the parts received from all replicas."""
+        own_rank = self.group.rank()
         sizes = torch.tensor([len(part) for part in parts])
         by_sender = [torch.empty_like(sizes) for _ in parts]
         # `frombuffer` warns about read-only bytes and rejects an empty buffer.
@@ -111,12 +132,17 @@ class ReplicaExchange:
         with self._waiting("their micro-batches"):
             # Exchange the sizes first, so that each replica can allocate its buffer.
             dist.all_gather(by_sender, sizes, group=self.group)
-            coming = [int(row[self.group.rank()]) for row in by_sender]
-            incoming = torch.empty(sum(coming), dtype=torch.uint8)
+            incoming_sizes = [int(row[own_rank]) for row in by_sender]
+            incoming = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
             dist.all_to_all_single(
-                incoming, outgoing, coming, sizes.tolist(), group=self.group
+                incoming,
+                outgoing,
+                incoming_sizes,
+                sizes.tolist(),
+                group=self.group,
             )
-        return [part.numpy().tobytes() for part in incoming.split(coming)]
+        received_parts = incoming.split(incoming_sizes)
+        return [part.numpy().tobytes() for part in received_parts]
 
     @contextmanager
     def _waiting(self, subject: str) -> Iterator[None]:
@@ -124,17 +150,21 @@ class ReplicaExchange:
         try:
             yield
         except RuntimeError as error:
-            ranks = ", ".join(map(str, dist.get_process_group_ranks(self.group)))
+            members = dist.get_process_group_ranks(self.group)
+            ranks = ", ".join(map(str, members))
+            reason = str(error).splitlines()[0]
             raise TransportError(
                 f"--pipeline-balance pack: ranks {ranks} could not exchange {subject}: "
-                f"{str(error).splitlines()[0]}"
+                f"{reason}"
             ) from error
 
 
 def _placed(device: torch.device, storage: Any, location: str) -> Any:
     """Return a storage on the host or this rank's device, to match the sender's storage."""
+    if location == "cpu":
+        return storage
     # A location such as cuda:1 is the sender's device, so use this rank's device instead.
-    return storage if location == "cpu" else storage.to(device=device)
+    return storage.to(device=device)
 
 
 def _packed(items: dict[int, Any]) -> bytes:

@@ -73,9 +73,10 @@ class SlicedStep:
         chunks: Sequence[torch.nn.Module],
     ) -> dict[int, Any]:
         """Return reports indexed by micro-batch in the data instead of in the table."""
-        return {
-            self.order[microbatch]: report for microbatch, report in reports.items()
-        }
+        report_of = {}
+        for microbatch, report in reports.items():
+            report_of[self.order[microbatch]] = report
+        return report_of
 
 
 class _Reading:
@@ -99,7 +100,8 @@ class _Reading:
             if items is None:
                 iterators.append(None)
             else:
-                iterators.append(iter([items[number] for number in self.order]))
+                in_order = [items[number] for number in self.order]
+                iterators.append(iter(in_order))
         return iterators
 
 
@@ -107,7 +109,10 @@ class LengthSlicer:
     """Cuts a model's micro-batches into slices by length. One object serves all steps."""
 
     def __init__(
-        self, model: Model, length_cost: LengthCost, replicas: ReplicaExchange | None
+        self,
+        model: Model,
+        length_cost: LengthCost,
+        replicas: ReplicaExchange | None,
     ) -> None:
         config = model.pipeline.config
         assert config.slice_tokens is not None
@@ -135,6 +140,7 @@ class LengthSlicer:
             getattr(model.groups, "dp", None)
             or parallel_state.get_data_parallel_group()
         )
+        self._all_groups = (*self._replica_groups, self._replicas)
 
     def step(self, iterators: Sequence[Any], num_microbatches: int) -> SlicedStep:
         """Read a step's data and agree on its slices. Collective over the job.
@@ -144,7 +150,8 @@ class LengthSlicer:
                 replica read different data.
         """
         # Read this rank's data and compute how many slices each micro-batch needs.
-        reading, failure = _Reading(len(iterators)), None
+        reading = _Reading(len(iterators))
+        failure: Exception | None = None
         try:
             if any(iterator is not None for iterator in iterators):
                 reading = self._read(iterators, num_microbatches)
@@ -160,21 +167,25 @@ class LengthSlicer:
         if failure is not None:
             counts = [_UNREADABLE] * num_microbatches
         # Agree within the replica. Ranks without data contribute 0, so number micro-batches from 1.
-        order = [number + 1 for number in reading.order] or [0] * num_microbatches
-        nums_bounds = list(map(len, reading.packed_bounds)) or [0] * num_microbatches
-        *shared, shared_nums_bounds = self._shared(
-            [counts, order, nums_bounds], self._replica_groups
+        zeros = [0] * num_microbatches
+        order = [number + 1 for number in reading.order] or zeros
+        nums_bounds = list(map(len, reading.packed_bounds)) or zeros
+        replica_counts, replica_order, replica_nums_bounds = self._shared(
+            [counts, order, nums_bounds],
+            self._replica_groups,
         )
-        packed_bounds = self._packed_bounds(reading, shared_nums_bounds)
-        differs = bool(reading.order) and [counts, order] != shared
-        for own_bounds, shared_bounds in zip(
-            reading.packed_bounds, packed_bounds, strict=False
-        ):
+        packed_bounds = self._packed_bounds(reading, replica_nums_bounds)
+        has_data = bool(reading.order)
+        is_as_shared = counts == replica_counts and order == replica_order
+        differs = has_data and not is_as_shared
+        bounds_pairs = zip(reading.packed_bounds, packed_bounds, strict=False)
+        for own_bounds, shared_bounds in bounds_pairs:
             differs |= bool(own_bounds) and own_bounds != shared_bounds
         # Agree within the job. Only ranks with data notice a difference, so share that
         # result as well. Otherwise, the other ranks would keep waiting for them.
         *shared_counts, any_differs = self._shared(
-            [*shared[0], int(differs)], [*self._replica_groups, self._replicas]
+            [*replica_counts, int(differs)],
+            self._all_groups,
         )
         # Raise the error only now, because the other ranks needed this one in the
         # collectives above.
@@ -183,18 +194,20 @@ class LengthSlicer:
         self._check(shared_counts, any_differs=bool(any_differs))
         # Cut the micro-batches and find each slice's largest size on any replica.
         bounds = self._bounds(reading, shared_counts)
+        most_slices = max(shared_counts)
         tokens = []
         for microbatch_bounds in bounds:
             widths = [end - begin for begin, end in pairwise(microbatch_bounds)]
             # Pad the rows to the same length, because `_shared` sends them as one tensor.
-            tokens.append(widths + [0] * (max(shared_counts) - len(widths)))
+            padding = [0] * (most_slices - len(widths))
+            tokens.append(widths + padding)
         most_tokens = self._shared(tokens, [self._replicas])
         tokens_of_slices = []
         for widths, count in zip(most_tokens, shared_counts, strict=True):
             tokens_of_slices.append(tuple(widths[:count]))
         return SlicedStep(
             reading.iterators(),
-            tuple(number - 1 for number in shared[1]),
+            tuple(number - 1 for number in replica_order),
             bounds,
             packed_bounds,
             tuple(tokens_of_slices),
@@ -211,11 +224,12 @@ class LengthSlicer:
         tokens = [sum(samples) for samples in reading.samples]
         longest, in_step = self._shared(
             [max(tokens, default=0), sum(tokens)],
-            [*self._replica_groups, self._replicas],
+            self._all_groups,
         )
         # With sequence parallelism, every tensor-parallel rank needs at least one token
         # of every slice.
-        chosen = max(automatic_slice_tokens(longest, in_step, self._pp), self._multiple)
+        automatic = automatic_slice_tokens(longest, in_step, self._pp)
+        chosen = max(automatic, self._multiple)
         if not self._has_logged and not dist.get_rank():
             _LOG.warning(
                 "%s auto: the first step cuts micro-batches of more than %d tokens into slices, "
@@ -276,15 +290,16 @@ class LengthSlicer:
             for chunk, iterator in enumerate(iterators):
                 if iterator is not None:
                     reading.items_by_chunk[chunk] = fetched(
-                        iterator, num_microbatches, self._exchange, _FLAG
+                        iterator,
+                        num_microbatches,
+                        self._exchange,
+                        _FLAG,
                     )
             # All chunks on a rank read the same data, so use the first chunk.
-            [held, *_] = [
-                items for items in reading.items_by_chunk if items is not None
-            ]
-            costs = [
-                item_cost(item, self._length_cost, _FLAG) for item in held.values()
-            ]
+            held = next(items for items in reading.items_by_chunk if items is not None)
+            costs = []
+            for item in held.values():
+                costs.append(item_cost(item, self._length_cost, _FLAG))
         except Exception:
             # The other replicas are waiting for the costs, so send them NaN instead.
             if self._exchange is not None:
@@ -296,15 +311,17 @@ class LengthSlicer:
             for chunk, items in enumerate(reading.items_by_chunk):
                 if items is not None:
                     # Copy the items, because forward steps write to them.
-                    reading.items_by_chunk[chunk] = {n: copy(held[n]) for n in held}
+                    copies = {number: copy(item) for number, item in held.items()}
+                    reading.items_by_chunk[chunk] = copies
         # Without an exchange, the numbers count only this replica's micro-batches.
         numbers = sorted(held)
         if self._sorts:
             order = rising([costs[number] for number in numbers])
             numbers = [numbers[place] for place in order]
         reading.order = numbers
-        reading.samples = [sample_lengths(held[number]) for number in numbers]
-        reading.packed_bounds = [packed_bounds_in(held[number]) for number in numbers]
+        in_order = [held[number] for number in numbers]
+        reading.samples = [sample_lengths(item) for item in in_order]
+        reading.packed_bounds = [packed_bounds_in(item) for item in in_order]
         for number, samples in zip(numbers, reading.samples, strict=True):
             longest = max(samples, default=0)
             if self._max_positions is not None and longest > self._max_positions:
@@ -316,7 +333,9 @@ class LengthSlicer:
         return reading
 
     def _packed_bounds(
-        self, reading: _Reading, nums_bounds: Sequence[int]
+        self,
+        reading: _Reading,
+        nums_bounds: Sequence[int],
     ) -> tuple[tuple[int, ...], ...]:
         """Return the packed samples' bounds in each micro-batch. Collective over a replica.
 
@@ -331,14 +350,16 @@ class LengthSlicer:
         # Ranks without data contribute zeros.
         for row, bounds in zip(rows, reading.packed_bounds, strict=False):
             row[: len(bounds)] = bounds
-        shared = self._shared(rows, self._replica_groups)
-        return tuple(
-            tuple(row[:num_bounds])
-            for row, num_bounds in zip(shared, nums_bounds, strict=True)
-        )
+        shared_rows = self._shared(rows, self._replica_groups)
+        packed_bounds = []
+        for row, num_bounds in zip(shared_rows, nums_bounds, strict=True):
+            packed_bounds.append(tuple(row[:num_bounds]))
+        return tuple(packed_bounds)
 
     def _bounds(
-        self, reading: _Reading, counts: Sequence[int]
+        self,
+        reading: _Reading,
+        counts: Sequence[int],
     ) -> tuple[tuple[int, ...], ...]:
         """Return the slices' bounds in each micro-batch. Collective over a replica.
 
@@ -349,13 +370,18 @@ class LengthSlicer:
         rows = [[0] * width for _ in counts]
         for row, samples, count in zip(rows, reading.samples, counts, strict=False):
             bounds = equal_cost_bounds(
-                samples, count, self._length_cost, self._multiple
+                samples,
+                count,
+                self._length_cost,
+                self._multiple,
             )
             row[: len(bounds)] = bounds
-        shared = self._shared(rows, self._replica_groups)
-        return tuple(
-            tuple(row[: count + 1]) for row, count in zip(shared, counts, strict=True)
-        )
+        shared_rows = self._shared(rows, self._replica_groups)
+        all_bounds = []
+        for row, count in zip(shared_rows, counts, strict=True):
+            num_bounds = count + 1
+            all_bounds.append(tuple(row[:num_bounds]))
+        return tuple(all_bounds)
 
     def _shared(self, values: Any, groups: Sequence[dist.ProcessGroup]) -> Any:
         """Return the element-wise maximum of nested lists over all ranks of the groups."""

@@ -18,8 +18,12 @@ _MAPPINGS = "megatron.core.tensor_parallel.mappings"
 def _host_weights() -> Any:
     """Return the running step's W, or None if they run at their place in the table."""
     configuration = active.active()
-    runtimes: Any = None if configuration is None else configuration.runtimes
-    return None if runtimes is None else runtimes.kept_by_feature.get(HOST_WEIGHTS)
+    if configuration is None:
+        return None
+    runtimes: Any = configuration.runtimes
+    if runtimes is None:
+        return None
+    return runtimes.kept_by_feature.get(HOST_WEIGHTS)
 
 
 PATCHES = PatchTable(feature="schedules", of=_host_weights)
@@ -30,7 +34,11 @@ PATCHES = PatchTable(feature="schedules", of=_host_weights)
 @PATCHES.row("pairs.await_counts", f"{_MAPPINGS}:_gather_along_first_dim")
 @PATCHES.row("pairs.await_sums", f"{_MAPPINGS}:_reduce_scatter_along_first_dim")
 def _await_peers(
-    weights: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    weights: Any,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """In a token exchange, a host would sleep until all ranks arrive, instead of running W."""
     group = by_name(call, args, kwargs)["group"]

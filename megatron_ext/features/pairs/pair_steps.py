@@ -73,8 +73,11 @@ class PairSteps(Feature):
         """Return the compute object for a training step with pairs; see `Feature.compute`."""
         # A W from an earlier step must not run in this one.
         in_force().kept_by_feature.pop(HOST_WEIGHTS, None)
-        table, call, shapes = step.table, step.call, step.shapes
-        has_pairs = self._chooses_pairs or bool(table.schedule.pairs_of(table.rank))
+        table = step.table
+        call = step.call
+        shapes = step.shapes
+        pairs_in_table = table.schedule.pairs_of(table.rank)
+        has_pairs = self._chooses_pairs or bool(pairs_in_table)
         if call.forward_only:
             return None
         if self._fills_waits and not self._chooses_pairs:
@@ -91,9 +94,12 @@ class PairSteps(Feature):
             weights=weights,
             streams=self._streams,
         )
-        return compute, PipelineEnds.of_shapes(
-            step.peers, shapes, call.config.pipeline_dtype
+        ends = PipelineEnds.of_shapes(
+            step.peers,
+            shapes,
+            call.config.pipeline_dtype,
         )
+        return compute, ends
 
     def _report_no_pairs(self, schedule: Schedule) -> None:
         """Report the first step that has no pairs, so no W can wait."""
@@ -110,7 +116,8 @@ class PairSteps(Feature):
         if not self._fills_waits:
             return None
         _check_waiting(step)
-        row = step.table.schedule.rows[step.table.rank]
+        table = step.table
+        row = table.schedule.rows[table.rank]
         backend = devices.current()
         if backend.is_host:
             weights = HostWeights(row, step.splits)

@@ -46,19 +46,29 @@ class PairChange(TableChange):
 
     def of_file(self, schedule: Schedule, costs: Costs) -> Schedule:
         """Return the table with pairs. A table that already has pairs is returned unchanged."""
-        return paired(schedule, costs) if self._is_on else schedule
+        if not self._is_on:
+            return schedule
+        return paired(schedule, costs)
 
     def costs(self, costs: Costs) -> Costs:
         """Return costs with all-to-all, because the search must know that F and I wait for it."""
-        return exchanging(costs) if self._is_on else costs
+        if not self._is_on:
+            return costs
+        return exchanging(costs)
 
     def change(
-        self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        *,
+        is_made_for_pairs: bool,
     ) -> Schedule:
         """Return the table with pairs. Its order is kept if the generator made it for pairs."""
         if not self._is_on:
             return schedule
-        return marked_pairs(schedule) if is_made_for_pairs else paired(schedule, costs)
+        if is_made_for_pairs:
+            return marked_pairs(schedule)
+        return paired(schedule, costs)
 
 
 def marked_pairs(schedule: Schedule) -> Schedule:
@@ -73,26 +83,23 @@ def marked_pairs(schedule: Schedule) -> Schedule:
     for row in schedule.rows:
         begins: set[int] = set()
         for index, (first, second) in enumerate(pairwise(row)):
-            if (
-                first.kind == "F"
-                and second.kind in ("B", "I")
-                and first.microbatch != second.microbatch
-            ):
+            is_backward_next = first.kind == "F" and second.kind in ("B", "I")
+            if is_backward_next and first.microbatch != second.microbatch:
                 begins.add(index)
         pairs.append(begins)
     while True:
         table = _with_pairs(schedule, schedule.rows, pairs)
         # A backward pass whose input is missing blocks its pair, so let the forward
         # pass before it run alone.
-        alone = [
-            (rank, position - 1)
-            for rank, position in stuck(table).items()
-            if position - 1 in pairs[rank]
-        ]
+        alone = []
+        for rank, backward_index in stuck(table).items():
+            forward_index = backward_index - 1
+            if forward_index in pairs[rank]:
+                alone.append((rank, forward_index))
         if not alone:
             return table
-        for rank, index in alone:
-            pairs[rank].remove(index)
+        for rank, forward_index in alone:
+            pairs[rank].remove(forward_index)
 
 
 def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
@@ -118,9 +125,17 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
             "pair them; disable pairs"
         )
     # The choice of an order must not depend on random times.
-    costs = replace(exchanging(costs), jitter=0.0, link_jitter=0.0, launch=0.0)
+    costs = replace(
+        exchanging(costs),
+        jitter=0.0,
+        link_jitter=0.0,
+        launch=0.0,
+    )
     candidates = _moved_tables(schedule)
-    most_pairs = max((sum(map(len, table.pairs)) for table in candidates), default=0)
+    most_pairs = 0
+    for table in candidates:
+        num_pairs = sum(map(len, table.pairs))
+        most_pairs = max(most_pairs, num_pairs)
     if most_pairs < _pairs_of_regular_rows(schedule):
         # Tables from a search (v-half, bitpipe) have no regular steady phase. Place
         # their actions again in simulated time, so that an idle rank runs a pair
@@ -141,10 +156,10 @@ def _moved_tables(schedule: Schedule) -> list[Schedule]:
     growing = [num_ranks - rank for rank in range(num_ranks)]
     tables = []
     for leads in (equal, growing):
-        rows = tuple(
-            ahead(row, lead) for row, lead in zip(schedule.rows, leads, strict=True)
-        )
-        moved_table = replace(schedule, rows=rows)
+        rows = []
+        for row, lead in zip(schedule.rows, leads, strict=True):
+            rows.append(ahead(row, lead))
+        moved_table = replace(schedule, rows=tuple(rows))
         if not stuck(moved_table):
             tables.append(marked_pairs(moved_table))
     return tables
@@ -155,22 +170,26 @@ def _pairs_of_regular_rows(schedule: Schedule) -> int:
     num_pairs = 0
     for row in schedule.rows:
         num_forwards = sum(action.kind == "F" for action in row)
-        num_pairs += max(0, num_forwards - _warm_up(row) - 1)
+        warm_up = _warm_up(row) + 1
+        num_pairs += max(0, num_forwards - warm_up)
     return num_pairs
 
 
 def _placed_tables(
-    schedule: Schedule, costs: Costs, *, has_fallback: bool
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    has_fallback: bool,
 ) -> list[Schedule]:
     """Return tables with newly placed actions, at least one unless there is a fallback."""
     # action -> the actions that need its result
     feeds: dict[Action, list[_Fed]] = {}
     for row in schedule.rows:
         for action in row:
-            feeds[action] = [
-                _Fed(target, schedule.travels(action, target))
-                for target in schedule.feeds(action)
-            ]
+            feeds[action] = []
+            for target in schedule.feeds(action):
+                travels = schedule.travels(action, target)
+                feeds[action].append(_Fed(target, travels))
     warm_ups = [_warm_up(row) for row in schedule.rows]
     num_ranks = len(schedule.rows)
     equal = [0] * num_ranks
@@ -203,7 +222,9 @@ def _placed_tables(
 
 
 def _with_pairs(
-    schedule: Schedule, rows: tuple[Row, ...], pairs: list[set[int]]
+    schedule: Schedule,
+    rows: tuple[Row, ...],
+    pairs: list[set[int]],
 ) -> Schedule:
     options = dict(schedule.options)
     # The dualpipe-v table without pairs has this option, set to False.
@@ -212,14 +233,20 @@ def _with_pairs(
     begins: tuple[frozenset[int], ...] = ()
     if any(pairs):
         begins = tuple(map(frozenset, pairs))
-    return replace(schedule, rows=rows, pairs=begins, options=options)
+    return replace(
+        schedule,
+        rows=rows,
+        pairs=begins,
+        options=options,
+    )
 
 
 def _warm_up(row: Row) -> int:
     """Return the number of forward passes before a row's first action of another kind."""
-    return next(
-        (index for index, action in enumerate(row) if action.kind != "F"), len(row)
-    )
+    for index, action in enumerate(row):
+        if action.kind != "F":
+            return index
+    return len(row)
 
 
 class _Fed(NamedTuple):
@@ -238,6 +265,10 @@ _LIVE_CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
 _Event = tuple[float, int, "Action | tuple[()]"]
 """(time, rank, action whose input arrives, if any): an event after which the rank may run more
 actions."""
+
+
+_Queues = dict[tuple[int, bool], list["Action"]]
+"""(stage, is forward) -> actions that have not run. The next one to run is last in the list."""
 
 
 class _Placing:
@@ -273,16 +304,19 @@ class _Placing:
         for targets in feeds.values():
             self._missing.update(fed.action for fed in targets)
         self._clock = Clock(schedule, costs)
-        self._cap = extra_activations + max(map(most_alive, schedule.rows))
+        peak_activations = max(map(most_alive, schedule.rows))
+        self._cap = extra_activations + peak_activations
         ranks = range(len(schedule.rows))
-        # [rank][stage, is forward] -> actions that have not run. The next one to run is
-        # last in the list.
-        self._queues: list[dict[tuple[int, bool], list[Action]]] = [{} for _ in ranks]
+        # [rank] -> its queues.
+        self._queues: list[_Queues] = [{} for _ in ranks]
         for rank, row in enumerate(schedule.rows):
             for action in reversed(row):
-                if action.kind != "W":
-                    key = action.stage, action.kind == "F"
-                    self._queues[rank].setdefault(key, []).append(action)
+                if action.kind == "W":
+                    continue
+                is_forward = action.kind == "F"
+                key = (action.stage, is_forward)
+                queue = self._queues[rank].setdefault(key, [])
+                queue.append(action)
         # [rank] -> W that may run, oldest first.
         self._weights: list[list[Action]] = [[] for _ in ranks]
         # [rank] -> actions in their new order, and the positions where pairs start.
@@ -307,14 +341,18 @@ class _Placing:
                     self._missing[supplied] -= 1
                 # Process everything that arrives at this rank at this time first: a
                 # later arrival may allow a pair.
-                if self._events and self._events[0][:2] == (now, rank):
-                    continue
+                if self._events:
+                    next_time, next_rank, _ = self._events[0]
+                    if next_time == now and next_rank == rank:
+                        continue
                 if self._free[rank] <= now:
-                    self._run(rank, self._chosen(rank), now)
+                    actions = self._chosen(rank)
+                    self._run(rank, actions, now)
             if not self._run_alone(now):
                 break
         rows = tuple(map(tuple, self._rows))
-        if sum(map(len, rows)) < len(self._feeds):
+        num_placed = sum(map(len, rows))
+        if num_placed < len(self._feeds):
             return None
         return _with_pairs(self._schedule, rows, self._pairs)
 
@@ -323,7 +361,8 @@ class _Placing:
         for rank in range(len(self._rows)):
             actions = self._chosen(rank, alone=True)
             if actions:
-                self._run(rank, actions, max(now, self._free[rank]))
+                start = max(now, self._free[rank])
+                self._run(rank, actions, start)
                 return True
         return False
 
@@ -355,12 +394,15 @@ class _Placing:
         backwards: list[Action] = []
         has_room = self._live[rank] < self._cap
         for queue in self._queues[rank].values():
-            if not queue or self._missing[queue[-1]]:
+            if not queue:
                 continue
-            if queue[-1].kind != "F":
-                backwards.append(queue[-1])
+            action = queue[-1]
+            if self._missing[action]:
+                continue
+            if action.kind != "F":
+                backwards.append(action)
             elif has_room:
-                forwards.append(queue[-1])
+                forwards.append(action)
         # Prefer the deepest forward pass: it is closest to its backward pass, which frees memory.
         forwards.sort(key=lambda action: -action.stage)
         backwards.sort()
@@ -368,27 +410,32 @@ class _Placing:
 
     def _awaits_partner(self, rank: int, *, has_forward: bool) -> bool:
         """Return whether a backward pass that can run should wait for a partner."""
-        has_partners = any(
-            queue and queue[-1].kind == "F" for queue in self._queues[rank].values()
-        )
+        queues = self._queues[rank].values()
+        has_partners = any(queue and queue[-1].kind == "F" for queue in queues)
         return has_partners and (self._waits or has_forward)
 
     def _run(self, rank: int, actions: tuple[Action, ...], now: float) -> None:
         """Run an action or a pair and supply its results to the actions that need them."""
         if not actions:
             return
+        row = self._rows[rank]
         if len(actions) == 2:
-            self._pairs[rank].add(len(self._rows[rank]))
+            self._pairs[rank].add(len(row))
         end = self._clock.run(rank, now, *actions)
         self._free[rank] = end
         heappush(self._events, (end, rank, ()))
         for action in actions:
-            self._rows[rank].append(action)
+            row.append(action)
             self._live[rank] += _LIVE_CHANGE[action.kind]
             if action.kind == "W":
                 continue
-            self._queues[rank][action.stage, action.kind == "F"].pop()
-            self._ahead[rank] += 1 if action.kind == "F" else -1
+            is_forward = action.kind == "F"
+            queue = self._queues[rank][action.stage, is_forward]
+            queue.pop()
+            if is_forward:
+                self._ahead[rank] += 1
+            else:
+                self._ahead[rank] -= 1
             self._supply(rank, action, end)
 
     def _supply(self, rank: int, action: Action, end: float) -> None:
@@ -399,6 +446,9 @@ class _Placing:
             # W needs only the I on the same rank and may run at any later time.
             if target.kind == "W":
                 self._weights[rank].append(target)
-            else:
-                arrival = next(arrivals) if travels else end
-                heappush(self._events, (arrival, rank_of[target.stage], target))
+                continue
+            arrival = end
+            if travels:
+                arrival = next(arrivals)
+            target_rank = rank_of[target.stage]
+            heappush(self._events, (arrival, target_rank, target))

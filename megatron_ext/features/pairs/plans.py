@@ -74,11 +74,15 @@ class PlannedCompute(StageCompute):
 
     def observe(self, observers: Sequence[Observer]) -> None:
         """Report token exchanges to the observers that override the corresponding callbacks."""
-        self.observers = [o for o in observers if overrides(o, "end_exchange")]
+        self.observers = [
+            observer for observer in observers if overrides(observer, "end_exchange")
+        ]
 
     def around_step(self) -> AbstractContextManager[None]:
         """Return the context for a step, which may select a stream."""
-        return nullcontext() if self.streams is None else self.streams.around_step()
+        if self.streams is None:
+            return nullcontext()
+        return self.streams.around_step()
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run one action; see `StageCompute.run`."""
@@ -94,7 +98,11 @@ class PlannedCompute(StageCompute):
             self.weights.ended(action)
 
     def run_pair(
-        self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors
+        self,
+        forward: Action,
+        backward: Action,
+        inputs: Tensors,
+        gradients: Tensors,
     ) -> tuple[Tensors, Tensors]:
         """Run F of one micro-batch and B or I of another; see `StageCompute.run_pair`."""
         for tensor in inputs:
@@ -109,14 +117,31 @@ class PlannedCompute(StageCompute):
 
     def forward(self, stage: int, microbatch: int, inputs: Tensors) -> Tensors:
         """Run F alone; see `StageCompute.forward`."""
-        return self._together((stage, microbatch), inputs, None, [])[0]
+        outputs, _ = self._together(
+            forward=(stage, microbatch),
+            inputs=inputs,
+            backward=None,
+            gradients=[],
+        )
+        return outputs
 
     def backward(
-        self, stage: int, microbatch: int, gradients: Tensors, *, split: bool
+        self,
+        stage: int,
+        microbatch: int,
+        gradients: Tensors,
+        *,
+        split: bool,
     ) -> Tensors:
         """Run B or I alone; see `StageCompute.backward`."""
         # `split` is not needed here, because the plan was built with it.
-        return self._together(None, [], (stage, microbatch), gradients)[1]
+        _, input_gradients = self._together(
+            forward=None,
+            inputs=[],
+            backward=(stage, microbatch),
+            gradients=gradients,
+        )
+        return input_gradients
 
     def _together(
         self,
@@ -127,7 +152,8 @@ class PlannedCompute(StageCompute):
     ) -> tuple[Tensors, Tensors]:
         """Run a forward pass, a backward pass or both, and return the outputs of each."""
         call = self.call
-        saved: tuple[Tensors, Tensors] = ([], [])
+        saved_inputs: Tensors = []
+        saved_outputs: Tensors = []
         store: list[Any] = []
         # Megatron runs the forward pass if `f_model` is set, and the backward pass if `b_model` is
         # set.
@@ -144,8 +170,9 @@ class PlannedCompute(StageCompute):
         if backward is not None:
             # Remove the entry before the backward pass so that autograd can free
             # tensors while the pass runs.
-            saved = self._live.pop(backward)
-            arguments["b_model"] = self._stage(backward[0]).model
+            saved_inputs, saved_outputs = self._live.pop(backward)
+            stage, _ = backward
+            arguments["b_model"] = self._stage(stage).model
         with drawing:
             outputs, num_tokens, input_gradients = (
                 combined_1f1b.combined_forward_backward_step(
@@ -153,8 +180,8 @@ class PlannedCompute(StageCompute):
                     num_microbatches=call.num_microbatches,
                     input_tensor=inputs,
                     forward_data_store=store,
-                    b_input_tensor=saved[0],
-                    b_output_tensor=saved[1],
+                    b_input_tensor=saved_inputs,
+                    b_output_tensor=saved_outputs,
                     b_output_tensor_grad=gradients,
                     config=call.config,
                     collect_non_loss_data=call.collect_non_loss_data,
@@ -168,19 +195,23 @@ class PlannedCompute(StageCompute):
             outputs = self._keep(*forward, inputs, outputs, num_tokens, store)
         if backward is None:
             return outputs, []
-        return outputs, self._sent_back(*backward, saved[0], input_gradients)
+        sent_back = self._sent_back(*backward, saved_inputs, input_gradients)
+        return outputs, sent_back
 
     def _arguments_of_forward(self, key: _Key) -> dict[str, Any]:
         """Return the forward pass's arguments for Megatron's combined step."""
         stage, microbatch = key
-        place, is_first = self._stage(stage), not self._forwards[stage]
+        place = self._stage(stage)
+        is_first = not self._forwards[stage]
         return {
             "forward_step_func": self._planning(key),
             "data_iterator": place.data.view(microbatch),
             "f_model": place.model,
             "f_model_chunk_id": place.vp_stage,
             "is_first_microbatch": upstream.check_first_val_step(
-                self.call.first_val_step, self.call.forward_only, is_first
+                self.call.first_val_step,
+                self.call.forward_only,
+                is_first,
             ),
             "current_microbatch": microbatch,
         }
@@ -191,7 +222,8 @@ class PlannedCompute(StageCompute):
 
         def step(*args: Any, **kwargs: Any) -> Any:
             plan, loss = self.call.forward_step_func(*args, **kwargs)
-            layers = [plan.get_layer(index) for index in range(plan.num_layers())]
+            num_layers = plan.num_layers()
+            layers = [plan.get_layer(index) for index in range(num_layers)]
             for layer in layers:
                 self._keep_what_is_read(layer)
                 self._draw_as_in_a_block(layer)
@@ -223,7 +255,13 @@ class PlannedCompute(StageCompute):
         # Multi-token prediction layers keep more than their input, so do not recompute them.
         return [layer for layer in layers if not _predicts(layer)]
 
-    def _observe(self, layer: Any, index: int, key: _Key, backward_kind: Kind) -> None:
+    def _observe(
+        self,
+        layer: Any,
+        index: int,
+        key: _Key,
+        backward_kind: Kind,
+    ) -> None:
         """Report a layer's token exchanges to the observers.
 
         `index` is the layer's position in the stage.
@@ -231,9 +269,17 @@ class PlannedCompute(StageCompute):
         for node in (layer.moe_dispatch, layer.moe_combine):
             # Layers without experts lack these nodes.
             if isinstance(node, utils.ScheduleNode):
-                node.forward_func = self._observed("F", key, index, node.forward_func)
+                node.forward_func = self._observed(
+                    "F",
+                    key,
+                    index,
+                    node.forward_func,
+                )
                 node.backward_func = self._observed(
-                    backward_kind, key, index, node.backward_func
+                    backward_kind,
+                    key,
+                    index,
+                    node.backward_func,
                 )
 
     def _defer_weights(self, part: Any, key: _Key) -> None:
@@ -250,14 +296,16 @@ class PlannedCompute(StageCompute):
             if isinstance(node, utils.ScheduleNode):
                 node.forward_func = self._kept_for_w(node.forward_func, around_forward)
                 node.backward_func = self._kept_for_w(
-                    node.backward_func, around_backward
+                    node.backward_func,
+                    around_backward,
                 )
                 # The table places W, so Megatron must not run it right after the node.
                 node.delay_wgrad_compute = False
 
     def _keep_what_is_read(self, layer: Any) -> None:
         """Prevent freeing or reusing tensors that another part of the layer reads later."""
-        config, dispatch = self.call.config, layer.moe_dispatch
+        config = self.call.config
+        dispatch = layer.moe_dispatch
         dispatcher = config.moe_token_dispatcher_type
         if config.num_moe_experts == config.expert_model_parallel_size:
             # A single expert reads the dispatched tokens directly, including in W.
@@ -267,9 +315,13 @@ class PlannedCompute(StageCompute):
             # The input is a view of the tensor that the router reads.
             dispatch.free_input = False
             gather = dispatch.forward_func
-            # Clone the result: all layers gather into the same buffer, so the partner's
-            # backward pass would overwrite it.
-            dispatch.forward_func = lambda *args: gather(*args).clone()
+
+            def gather_copy(*args: Any) -> Any:
+                # Clone the result: all layers gather into the same buffer, so the
+                # partner's backward pass would overwrite it.
+                return gather(*args).clone()
+
+            dispatch.forward_func = gather_copy
 
     def _draw_as_in_a_block(self, layer: Any) -> None:
         """Make a layer draw random numbers from its tensor-parallel rank's generators.
@@ -322,11 +374,12 @@ class PlannedCompute(StageCompute):
 
             predicts.forward_func = predict_detached
         # Let the first node of the first layer collect the gradients of all embeddings.
-        first_node, *later_nodes = (
-            getattr(layer, _PARTS[0], None) or layer.pre_dispatch_computation
-            for layer in layers
-        )
-        for node in later_nodes:
+        nodes = []
+        for layer in layers:
+            node = getattr(layer, _PARTS[0], None) or layer.pre_dispatch_computation
+            nodes.append(node)
+        first_node = nodes[0]
+        for node in nodes[1:]:
 
             def embed(
                 *arguments: Any,
@@ -344,7 +397,9 @@ class PlannedCompute(StageCompute):
                 # The node gets the embedding from the model, so replace the model
                 # meanwhile.
                 state.model = SimpleNamespace(
-                    embedding=embedding, decoder=model.decoder, vp_stage=model.vp_stage
+                    embedding=embedding,
+                    decoder=model.decoder,
+                    vp_stage=model.vp_stage,
                 )
                 try:
                     return run(*arguments)
@@ -368,14 +423,16 @@ class PlannedCompute(StageCompute):
                 # The tensor may belong to the communication stream, but is later read
                 # here.
                 value.record_stream(torch.cuda.current_stream())
-                input_and_states.extend((value, random._get_all_rng_states()))
+                states = random._get_all_rng_states()
+                input_and_states.extend((value, states))
             with torch.no_grad():
                 output = forward(value)
             if forward is not forwards[-1]:
                 return output
             # After the last node, free everything that the nodes saved.
             for node in nodes:
-                node.inputs = node.output = None
+                node.inputs = None
+                node.output = None
             return output.requires_grad_()
 
         def again(gradient: Any) -> Any:
@@ -388,7 +445,8 @@ class PlannedCompute(StageCompute):
             for node, forward in zip(nodes, forwards, strict=True):
                 # Deleting the attribute exposes the class's method again.
                 del node.forward
-                node.detached = node.before_detached = ()
+                node.detached = ()
+                node.before_detached = ()
                 value = forward(value)
             del nodes[-1].backward
             set_rng_states(*states)
@@ -399,7 +457,11 @@ class PlannedCompute(StageCompute):
         nodes[-1].backward = again
 
     def _observed(
-        self, kind: Kind, key: _Key, layer: int, function: Callable[..., Any]
+        self,
+        kind: Kind,
+        key: _Key,
+        layer: int,
+        function: Callable[..., Any],
     ) -> Callable[..., Any]:
         """Wrap a token exchange to report it to the observers."""
 
@@ -415,7 +477,8 @@ class PlannedCompute(StageCompute):
 
     @staticmethod
     def _kept_for_w(
-        function: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]
+        function: Callable[..., Any],
+        context: Callable[[], AbstractContextManager[Any]],
     ) -> Callable[..., Any]:
         """Wrap part of a layer to run in a context of the split and keep its results for W.
 

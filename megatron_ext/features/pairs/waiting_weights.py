@@ -51,8 +51,9 @@ class WeightQueue:
             if action.kind == "B":
                 num_wholes[action.stage] += 1
             elif action.kind == "W":
-                key = action.stage, action.microbatch
-                self._queue.append(_Queued(key, num_wholes[action.stage]))
+                key = (action.stage, action.microbatch)
+                queued = _Queued(key, num_wholes[action.stage])
+                self._queue.append(queued)
         # The I actions that have run but whose W actions have not.
         self._inputs_done: set[_Key] = set()
         # Stage -> number of whole backward passes that have run.
@@ -70,13 +71,16 @@ class WeightQueue:
         if not self._queue:
             return None
         key, num_wholes = self._queue[0]
-        if key in self._inputs_done and self._wholes_done[key[0]] == num_wholes:
+        stage, _ = key
+        has_all_wholes = self._wholes_done[stage] == num_wholes
+        if key in self._inputs_done and has_all_wholes:
             return key
         return None
 
     def remove_first(self) -> None:
         """Remove the first W, which has run."""
-        self._inputs_done.discard(self._queue.popleft().key)
+        queued = self._queue.popleft()
+        self._inputs_done.discard(queued.key)
 
 
 class _Queued(NamedTuple):
@@ -172,7 +176,8 @@ class SideStreams:
                 "token exchanges run on the stream of an earlier training run in this process, "
                 "whose priority may not be higher than that of weight gradients"
             )
-        return cls(runtime, actions, runtime.Stream(device, priority=lowest))
+        weights = runtime.Stream(device, priority=lowest)
+        return cls(runtime, actions, weights)
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
@@ -192,7 +197,12 @@ class SideStreams:
 class DeviceWeights(WaitingWeights):
     """One step's W on a device, which runs them on a low-priority stream."""
 
-    def __init__(self, row: Row, splits: SplitBackward, streams: SideStreams) -> None:
+    def __init__(
+        self,
+        row: Row,
+        splits: SplitBackward,
+        streams: SideStreams,
+    ) -> None:
         super().__init__(row, splits)
         self._streams = streams
         self._launched: dict[_Key, _Launched] = {}
@@ -214,7 +224,8 @@ class DeviceWeights(WaitingWeights):
             gradients = self.splits.gradients(*key)
             with self._streams.runtime.stream(weights):
                 self.splits.run(*key, in_current_stream=True)
-            self._launched[key] = _Launched(weights.record_event(), gradients)
+            end = weights.record_event()
+            self._launched[key] = _Launched(end, gradients)
             self.queue.remove_first()
             key = self.queue.first()
 
@@ -230,8 +241,11 @@ class DeviceWeights(WaitingWeights):
         """Make a backward pass that adds to a weight's gradient wait for all W that do the same."""
         for launched in self._launched.values():
             for gradient in launched.gradients:
-                if any(weight is changed for changed in gradient.weights):
-                    self._streams.runtime.current_stream().wait_event(launched.end)
+                # Compare by identity: `in` would compare the tensors' elements.
+                is_changed = any(weight is changed for changed in gradient.weights)
+                if is_changed:
+                    stream = self._streams.runtime.current_stream()
+                    stream.wait_event(launched.end)
 
 
 class _Launched(NamedTuple):

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 def kept_state() -> KeptState:
     """Return the state that layers keep from slice to slice. Patched layers read it as well."""
-    state: KeptState = in_force().kept_by_feature.setdefault(SLICES, KeptState())
+    kept_by_feature = in_force().kept_by_feature
+    state: KeptState = kept_by_feature.setdefault(SLICES, KeptState())
     return state
 
 
@@ -43,11 +44,15 @@ class SliceSteps(Feature):
         if not self._has_slices:
             return shapes
         # Slices of equal cost differ in length.
-        return {kind: [None] * len(of_kind) for kind, of_kind in shapes.items()}
+        unknown_shapes: dict[str, list[None]] = {}
+        for kind, shapes_of_kind in shapes.items():
+            unknown_shapes[kind] = [None] * len(shapes_of_kind)
+        return unknown_shapes
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
         """Return the compute object for a step with slices; see `Feature.compute`."""
-        table, call = step.table, step.call
+        table = step.table
+        call = step.call
         # A step with only short micro-batches also has bounds, even though nothing is
         # cut. Neither the model checks nor how empty micro-batches run depends on the
         # lengths.
@@ -62,9 +67,12 @@ class SliceSteps(Feature):
             step.splits,
             layer_state=kept_state(),
         )
-        return compute, PipelineEnds.of_shapes(
-            step.peers, shapes, call.config.pipeline_dtype
+        ends = PipelineEnds.of_shapes(
+            step.peers,
+            shapes,
+            call.config.pipeline_dtype,
         )
+        return compute, ends
 
     def step_failed(self) -> None:
         """Drop the state that layers keep, because a failure leaves it incomplete."""

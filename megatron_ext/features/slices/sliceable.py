@@ -51,11 +51,12 @@ def declares_slices(chunk: torch.nn.Module) -> bool:
 def sliced_layers(chunk: torch.nn.Module) -> list[Any]:
     """Return the layers in a chunk's GPTModel, including multi-token prediction layers."""
     model = unwrap_model(chunk)
-    predicting = model.mtp.modules() if getattr(model, "mtp_process", False) else ()
-    return [
-        *model.decoder.layers,
-        *(m for m in predicting if isinstance(m, TransformerLayer)),
-    ]
+    layers = list(model.decoder.layers)
+    if getattr(model, "mtp_process", False):
+        for module in model.mtp.modules():
+            if isinstance(module, TransformerLayer):
+                layers.append(module)
+    return layers
 
 
 def fields_beyond_tokens(chunk: torch.nn.Module) -> tuple[str, ...]:
@@ -68,9 +69,9 @@ def fields_beyond_tokens(chunk: torch.nn.Module) -> tuple[str, ...]:
         return ()
     model = unwrap_model(chunk)
     names = []
-    if getattr(model, "pre_process", False) and (
-        getattr(model, "position_embedding_type", None) in _READ_POSITIONS
-    ):
+    embedding_type = getattr(model, "position_embedding_type", None)
+    is_first = getattr(model, "pre_process", False)
+    if is_first and embedding_type in _READ_POSITIONS:
         names.append("position_ids")
     if getattr(model, "post_process", False):
         names.append("labels")
@@ -127,13 +128,13 @@ def _wrong_layer(chunk: torch.nn.Module) -> str | None:
     if type(model) is not GPTModel:
         return f"a {type(model).__name__}"
     for layer in sliced_layers(chunk):
-        core: Any = getattr(
-            getattr(layer, "self_attention", None), "core_attention", None
-        )
+        attention = getattr(layer, "self_attention", None)
+        core: Any = getattr(attention, "core_attention", None)
         if type(core).__name__ not in ("DotProductAttention", "TEDotProductAttention"):
             return f"a layer with {type(core).__name__}"
         # Megatron uses an enum for mask types; Transformer Engine uses names.
-        if getattr(core.attn_mask_type, "name", core.attn_mask_type) != "causal":
+        mask_type = core.attn_mask_type
+        if getattr(mask_type, "name", mask_type) != "causal":
             return "attention to later tokens"
         softmax = getattr(core, "scale_mask_softmax", None)
         if (
@@ -174,11 +175,11 @@ def _is_known(module: torch.nn.Module) -> bool:
         return True
     # Decide by the `forward` method instead of the class, because a subclass may inherit it.
     place = _module_of(module.forward)
-    if place.partition(".")[0] == "torch":
-        return place.rpartition(".")[2] in _TORCHS and not isinstance(
-            module, _CONNECTING
-        )
-    return place.partition(".")[0] in _KNOWN
+    package = place.partition(".")[0]
+    if package == "torch":
+        file_name = place.rpartition(".")[2]
+        return file_name in _TORCHS and not isinstance(module, _CONNECTING)
+    return package in _KNOWN
 
 
 def _hooks_of(module: torch.nn.Module) -> Iterator[Callable[..., Any]]:
@@ -203,21 +204,21 @@ def _hooks_of_all_modules() -> Iterator[Callable[..., Any]]:
     yield from filter(_is_strange, hooks)
 
 
-def _gradient_hooks_of(weight: torch.nn.Parameter) -> Iterator[Callable[..., Any]]:
+def _gradient_hooks_of(
+    weight: torch.nn.Parameter,
+) -> Iterator[Callable[..., Any]]:
     # Such a hook would run once per slice instead of once per micro-batch.
-    before, after = (
-        weight._backward_hooks,
-        getattr(weight, "_post_accumulate_grad_hooks", None),
-    )
-    yield from filter(
-        _is_strange, chain((before or {}).values(), (after or {}).values())
-    )
+    before = weight._backward_hooks or {}
+    after = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
+    hooks = chain(before.values(), after.values())
+    yield from filter(_is_strange, hooks)
 
 
 def _is_strange(hook: Callable[..., Any]) -> bool:
     if getattr(hook, "runs_in_slices", False):
         return False
-    return _module_of(hook).partition(".")[0] not in _KNOWN
+    package = _module_of(hook).partition(".")[0]
+    return package not in _KNOWN
 
 
 def _module_of(function: Any) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,14 +70,16 @@ class _LayerBuffer:
             ScheduleError: The layer has changed the tensor that it read last.
         """
         if self.tokens is None:
-            self.tokens = tensor.new_empty((num_tokens, *tensor.shape[1:]))
+            shape = (num_tokens, *tensor.shape[1:])
+            self.tokens = tensor.new_empty(shape)
         if self._last_read is not None and self._last_read._version > 0:
             raise ScheduleError(
                 "a layer changed the keys or values of earlier slices in place, so later slices "
                 "would read the changed values; write key = key * 2 instead of key.mul_(2), or "
                 "disable slices"
             )
-        self.tokens[begin : begin + len(tensor)].copy_(tensor)
+        end = begin + len(tensor)
+        self.tokens[begin:end].copy_(tensor)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return these tokens without copying them."""
@@ -97,13 +99,16 @@ class _LayerBuffer:
         # The last slice runs its backward pass first and reads the most tokens, so later gradients
         # fit into this tensor.
         if self.gradient is None:
-            self.gradient = gradient.new_zeros((end, *gradient.shape[1:]))
+            shape = (end, *gradient.shape[1:])
+            self.gradient = gradient.new_zeros(shape)
         # `+=` on an indexed tensor would also copy the sum onto itself.
         self.gradient[begin:end].add_(gradient)
 
     def release(self) -> None:
         """Free the memory."""
-        self.tokens = self.gradient = self._last_read = None
+        self.tokens = None
+        self.gradient = None
+        self._last_read = None
 
 
 class _Joined(torch.autograd.Function):
@@ -134,9 +139,12 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, *gradients: torch.Tensor
+        ctx: Any,
+        *gradients: torch.Tensor,
     ) -> tuple[torch.Tensor, None, None, None]:
-        buffer, first, begin = ctx.buffer, ctx.first, ctx.begin
+        buffer = ctx.buffer
+        first = ctx.first
+        begin = ctx.begin
         num_earlier = begin - first
         slice_gradient = gradients[0][num_earlier:]
         # All later slices, which attend to this one, have run their backward passes. Earlier slices
@@ -144,7 +152,8 @@ class _Joined(torch.autograd.Function):
         if buffer.gradient is not None and begin < len(buffer.gradient):
             slice_gradient = slice_gradient + buffer.gradient[begin : ctx.end]
         if num_earlier > 0:
-            buffer.add_gradient(gradients[0][:num_earlier], first)
+            earlier_gradient = gradients[0][:num_earlier]
+            buffer.add_gradient(earlier_gradient, first)
         # The first slice runs its backward pass last.
         if ctx.is_first_slice:
             buffer.release()
@@ -179,26 +188,35 @@ class _Balance(torch.autograd.Function):
         weight: float,
         recomputes: bool,
     ) -> torch.Tensor:
-        ctx.sums, ctx.factor = sums, factor * weight
+        ctx.sums = sums
+        ctx.factor = factor * weight
         if recomputes:
             return probabilities.new_zeros(())
-        before = torch.sum(sums.probabilities * torch.as_tensor(sums.counts))
+        counts_before = torch.as_tensor(sums.counts)
+        before = torch.sum(sums.probabilities * counts_before)
         sums.probabilities = sums.probabilities + probabilities
         sums.counts = sums.counts + counts
-        return (torch.sum(sums.probabilities * sums.counts) - before) * factor
+        total = torch.sum(sums.probabilities * sums.counts)
+        return (total - before) * factor
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradients[0] * ctx.factor * ctx.sums.counts, None, None, None, None, None
+    def backward(
+        ctx: Any,
+        *gradients: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        of_probabilities = gradients[0] * ctx.factor * ctx.sums.counts
+        return of_probabilities, None, None, None, None, None
+
+
+_LayerBuffers = tuple[_LayerBuffer, _LayerBuffer]
+"""One layer's keys and its values."""
 
 
 @dataclass
 class _Microbatch:
     """State that the layers in one stage keep for one micro-batch."""
 
-    attention: dict[int, tuple[_LayerBuffer, _LayerBuffer]] = field(
-        default_factory=dict
-    )
+    attention: dict[int, _LayerBuffers] = field(default_factory=dict)
     """Layer id -> its keys and its values."""
     balanced: defaultdict[tuple[int, int], _Balanced] = field(
         default_factory=lambda: defaultdict(_Balanced)
@@ -216,6 +234,16 @@ class _Microbatch:
     )
     """For multi-token prediction: tensor name -> the whole tensor `[b, s]` shifted by 0, 1,
     ... tokens, each with the sum of its entries."""
+
+
+class _Rolled(NamedTuple):
+    """A tensor that multi-token prediction shifts."""
+
+    name: str
+    """Name of the unshifted tensor (`_LOOKS_AHEAD`)."""
+    shift: int
+    """Number of tokens by which the tensor is shifted."""
+    tensor: torch.Tensor
 
 
 @dataclass
@@ -252,9 +280,8 @@ class RunningSlice:
     """How many balancing losses this router has computed so far."""
     _counts_only: bool = False
     """Whether the router runs only to count tokens for its balancing losses."""
-    _rolled: dict[int, tuple[str, int, torch.Tensor]] = field(default_factory=dict)
-    """Id of one of the slice's tensors -> its name, the number of tokens by which it is shifted,
-    and the tensor."""
+    _rolled: dict[int, _Rolled] = field(default_factory=dict)
+    """Id of one of the slice's tensors -> what it is."""
 
     @property
     def is_empty(self) -> bool:
@@ -280,9 +307,8 @@ class RunningSlice:
         Raises:
             ScheduleError: `key` or `value` has more or fewer tokens than the slice.
         """
-        keys, values = self.state.attention.setdefault(
-            id(layer), (_LayerBuffer(), _LayerBuffer())
-        )
+        new_buffers = (_LayerBuffer(), _LayerBuffer())
+        buffers = self.state.attention.setdefault(id(layer), new_buffers)
         if self.is_empty:
             return key, value
         num_tokens = self.end - self.begin
@@ -292,8 +318,10 @@ class RunningSlice:
                 f"tokens in a slice of {num_tokens}; pass keys and values for all tokens in the "
                 "slice, [s, ...] each, or disable slices"
             )
-        key = _Joined.apply(key, keys, self, first)
-        return key, _Joined.apply(value, values, self, first)
+        keys, values = buffers
+        joined_key = _Joined.apply(key, keys, self, first)
+        joined_value = _Joined.apply(value, values, self, first)
+        return joined_key, joined_value
 
     def attend(
         self,
@@ -327,7 +355,8 @@ class RunningSlice:
             query = query.contiguous()
             if first > 0:
                 # Transformer Engine rejects keys that start in the middle of their memory.
-                key, value = key.clone(), value.clone()
+                key = key.clone()
+                value = value.clone()
         # A slice has fewer queries than keys, and its last query may attend to the last
         # key, so the causal mask must be aligned to the bottom right.
         if packed is not None:
@@ -356,35 +385,46 @@ class RunningSlice:
             documents = self.state.documents
             # Find the sequences that contain the slice's first and last token. There
             # may be empty sequences in between.
-            end_index = min(bisect_left(documents, self.end), len(documents) - 1)
+            last_index = len(documents) - 1
+            end_index = min(bisect_left(documents, self.end), last_index)
             first_index = min(bisect_right(documents, self.begin), end_index) - 1
             first = documents[first_index]
-            starts = documents[first_index : end_index + 1]
-            query_bounds = [min(max(start, self.begin), self.end) for start in starts]
-            if (
-                starts[-1] <= self.begin
-            ):  # padding after the last sequence reads no keys
+            in_slice = slice(first_index, end_index + 1)
+            starts = documents[in_slice]
+            if starts[-1] <= self.begin:
+                # Padding after the last sequence reads no keys.
                 first = self.begin
-            key_bounds = [min(max(start, first), self.end) for start in starts]
             # Compute the bounds on the device: copying them from the host would make
             # the host wait for the device.
-            whole_bounds = self.state.packed.cu_seqlens_q[first_index : end_index + 1]
+            whole_bounds = self.state.packed.cu_seqlens_q[in_slice]
+            query_bounds = whole_bounds.clamp(self.begin, self.end)
+            key_bounds = whole_bounds.clamp(first, self.end)
             self._packed = replace(
                 packed,
-                cu_seqlens_q=whole_bounds.clamp(self.begin, self.end) - self.begin,
-                cu_seqlens_kv=whole_bounds.clamp(first, self.end) - first,
-                max_seqlen_q=_longest(query_bounds),
-                max_seqlen_kv=_longest(key_bounds),
+                cu_seqlens_q=query_bounds - self.begin,
+                cu_seqlens_kv=key_bounds - first,
+                max_seqlen_q=_longest(starts, self.begin, self.end),
+                max_seqlen_kv=_longest(starts, first, self.end),
             )
             self._first_packed = first
         return self._packed, self._first_packed
 
     def _causal_mask(
-        self, num_queries: int, num_keys: int, device: torch.device
+        self,
+        num_queries: int,
+        num_keys: int,
+        device: torch.device,
     ) -> torch.Tensor:
         if self._mask is None:  # all layers share it
-            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-            self._mask = mask.triu_(num_keys - num_queries + 1)[None, None]
+            mask = torch.ones(
+                num_queries,
+                num_keys,
+                dtype=torch.bool,
+                device=device,
+            )
+            # Align the diagonal to the bottom right.
+            mask.triu_(num_keys - num_queries + 1)
+            self._mask = mask[None, None]
         return self._mask
 
     def begin_forward(self, arguments: dict[str, Any]) -> None:
@@ -395,7 +435,8 @@ class RunningSlice:
         Raises:
             ScheduleError: There is padding between packed sequences, or a padding mask.
         """
-        state, packed = self.state, arguments.get("packed_seq_params")
+        state = self.state
+        packed = arguments.get("packed_seq_params")
         if arguments.get("padding_mask") is not None:
             raise ScheduleError(
                 "GPTModel.forward's padding_mask cannot be used in slices, because their routers "
@@ -409,19 +450,23 @@ class RunningSlice:
             # Megatron shifts the mask, which `roll` does for slices. Since 0.17,
             # Megatron has also weighted the losses of later tokens by the sum of the
             # mask, so pass the whole micro-batch's mask.
-            arguments["loss_mask"] = state.ahead["loss_mask"][0][0]
+            whole_mask, _ = state.ahead["loss_mask"][0]
+            arguments["loss_mask"] = whole_mask
 
     def _keep_packed(self, packed: Any) -> None:
         """Save the bounds of the micro-batch's packed sequences for all of its slices."""
-        bounds, padded_bounds = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+        bounds = packed.cu_seqlens_q
+        padded_bounds = packed.cu_seqlens_q_padded
         is_padded = False
         if padded_bounds is not None and padded_bounds is not bounds:
             is_padded = not torch.equal(padded_bounds, bounds)
         if packed.qkv_format != "thd" or is_padded:
+            actual_format = packed.qkv_format
+            if is_padded:
+                actual_format = f"{actual_format} with padding"
             raise ScheduleError(
                 "packed sequences in slices must have the format thd and no padding between them, "
-                f"not {packed.qkv_format}{' with padding' if is_padded else ''}; pack them as thd "
-                "without padding, or disable slices"
+                f"not {actual_format}; pack them as thd without padding, or disable slices"
             )
         self.state.packed = packed
         documents = self.state.documents_read()
@@ -438,14 +483,16 @@ class RunningSlice:
         several sequences, they would start every sequence at the table's first position.
         Attention still gets the separate sequences (`attend`).
         """
-        whole_packed, num_tokens = self.state.packed, self.end - self.begin
+        whole_packed = self.state.packed
+        num_tokens = self.end - self.begin
         changes: dict[str, Any] = {
             "cu_seqlens_q_padded": None,
             "cu_seqlens_kv_padded": None,
         }
         if self.is_empty:
             num_tokens = self.num_padding
-            changes |= {"max_seqlen_q": num_tokens, "max_seqlen_kv": num_tokens}
+            changes["max_seqlen_q"] = num_tokens
+            changes["max_seqlen_kv"] = num_tokens
         # Do not create the tensor from a list: the host would have to wait until the
         # device has copied the list.
         bounds = whole_packed.cu_seqlens_q.new_zeros(2)
@@ -455,7 +502,10 @@ class RunningSlice:
             # slices do not support.
             changes["tokens_per_sample"] = None
         return replace(
-            whole_packed, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, **changes
+            whole_packed,
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            **changes,
         )
 
     def positions(self, call: Any, arguments: Mapping[str, Any]) -> Any:
@@ -464,7 +514,8 @@ class RunningSlice:
         `call` is the `forward` method of one of Megatron's position tables.
         """
         if not arguments.get("packed_seq"):
-            return call(**{**arguments, "offset": self.begin})
+            offset_arguments = {**arguments, "offset": self.begin}
+            return call(**offset_arguments)
         result = call(**arguments)
         if isinstance(result, tuple):
             table, *further = result
@@ -484,13 +535,23 @@ class RunningSlice:
             return table[: self.num_padding]
         return table[places[self.begin : self.end]]
 
-    def look_ahead(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
+    def look_ahead(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+    ) -> None:
         """Record the names of the tensors that multi-token prediction will shift, `[b, s]` each."""
-        for name, tensor in (("tokens", input_ids), ("position_ids", position_ids)):
-            self._rolled.setdefault(id(tensor), (name, 0, tensor))
+        tokens = _Rolled("tokens", 0, input_ids)
+        positions = _Rolled("position_ids", 0, position_ids)
+        for rolled in (tokens, positions):
+            self._rolled.setdefault(id(rolled.tensor), rolled)
 
     def roll(
-        self, call: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        call: Any,
+        tensor: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run Megatron's `roll_tensor`: shift a tensor left and fill in from the next slice.
 
@@ -505,19 +566,22 @@ class RunningSlice:
         # Megatron cannot shift an empty tensor. The sum is a divisor, so return 1.
         if self.num_tokens == 0:
             return torch.zeros_like(tensor), torch.ones_like(tensor.sum())
-        name, shift, _ = self._rolled.get(id(tensor), (default, 0, tensor))
-        shifted = self.state.ahead[name]
+        unshifted = _Rolled(default, 0, tensor)
+        rolled = self._rolled.get(id(tensor), unshifted)
+        new_shift = rolled.shift + 1
+        all_shifted = self.state.ahead[rolled.name]
         if "packed_seq_params" in kwargs:
             kwargs["packed_seq_params"] = self.state.packed
         # The first slice shifts the whole tensors, and later slices reuse them.
-        while len(shifted) < shift + 2:
-            shifted.append(call(shifted[-1][0], *args, **kwargs))
-        shifted_whole, total = shifted[shift + 1]
+        while len(all_shifted) <= new_shift:
+            last_whole, _ = all_shifted[-1]
+            all_shifted.append(call(last_whole, *args, **kwargs))
+        shifted_whole, total = all_shifted[new_shift]
         part = shifted_whole[:, self.begin : self.end]
         if self.is_empty:
             part = torch.zeros_like(tensor)
         # Keep a reference to the tensor, because the id of a freed tensor may be reused.
-        self._rolled[id(part)] = name, shift + 1, part
+        self._rolled[id(part)] = _Rolled(rolled.name, new_shift, part)
         return part, total
 
     def route(
@@ -529,20 +593,24 @@ class RunningSlice:
         **kwargs: Any,
     ) -> Any:
         """Run Megatron's `TopKRouter.routing` and count tokens for its balancing losses."""
-        self._router, self._num_losses = router, 0
+        self._router = router
+        self._num_losses = 0
         if self.is_empty:
             with _without_counts(router):
                 return call(logits, *args, **kwargs)
-        if not torch.is_grad_enabled() and router.training and not self.is_backward:
-            # The layer will be recomputed, and Megatron computes these losses only in
-            # the recomputation. But a slice's backward pass needs the counts from all
-            # slices, so run the router here for its counts. Do not add to the token
-            # counts for the experts' bias, because the recomputation will do that.
+        in_training = router.training and not self.is_backward
+        will_be_recomputed = in_training and not torch.is_grad_enabled()
+        if will_be_recomputed:
+            # Megatron computes these losses only in the recomputation. But a slice's
+            # backward pass needs the counts from all slices, so run the router here for
+            # its counts. Do not add to the token counts for the experts' bias, because
+            # the recomputation will do that.
             self._counts_only = True
             # Megatron computes losses only if gradients are enabled.
             with _without_counts(router), torch.enable_grad():
                 call(logits, *args, **kwargs)
-            self._counts_only, self._num_losses = False, 0
+            self._counts_only = False
+            self._num_losses = 0
         return call(logits, *args, **kwargs)
 
     def balance(
@@ -562,12 +630,14 @@ class RunningSlice:
         """
         if self.is_empty:
             return probs.new_zeros(())
-        sums = self.state.balanced[id(self._router), self._num_losses]
+        key = (id(self._router), self._num_losses)
+        sums = self.state.balanced[key]
         self._num_losses += 1
         # Counts and probabilities are sums over slices, so only this factor depends on the number
         # of tokens in the micro-batch.
         all_tokens = total_num_tokens / self.share
-        factor = num_experts * moe_aux_loss_coeff / (topk * all_tokens * all_tokens)
+        divisor = topk * all_tokens * all_tokens
+        factor = num_experts * moe_aux_loss_coeff / divisor
         loss: torch.Tensor = _Balance.apply(
             probs.sum(dim=0),
             tokens_per_expert,
@@ -583,7 +653,8 @@ class RunningSlice:
         # If only the counts are needed, the recomputation adds this loss.
         if self._counts_only or self.is_empty:
             return average * 0
-        loss, weight = average * self.share, self._weight()
+        loss = average * self.share
+        weight = self._weight()
         if loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * weight)
         return loss
@@ -628,7 +699,13 @@ class KeptState:
         begin, end = bounds[number : number + 2]
         state = self.microbatches[stage, microbatch]
         self.running = RunningSlice(
-            state, number, begin, end, bounds[-1], backward, num_padding
+            state,
+            number,
+            begin,
+            end,
+            num_tokens=bounds[-1],
+            is_backward=backward,
+            num_padding=num_padding,
         )
         try:
             yield
@@ -658,12 +735,16 @@ def _without_counts(router: Any) -> Iterator[None]:
 _PACKED_BOTTOM_RIGHT: Any = SimpleNamespace(name="padding_causal_bottom_right")
 
 
-def _longest(bounds: Sequence[int]) -> int:
-    return max(end - begin for begin, end in pairwise(bounds))
+def _longest(bounds: Sequence[int], first: int, last: int) -> int:
+    """Return the largest distance between two bounds, limited to the range `first` to `last`."""
+    limited_bounds = [min(max(bound, first), last) for bound in bounds]
+    return max(end - begin for begin, end in pairwise(limited_bounds))
 
 
 def with_earlier_slices(
-    layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
+    layer: torch.nn.Module,
+    key: torch.Tensor,
+    value: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Join keys and values with those of the running micro-batch's earlier slices.
 
@@ -683,7 +764,8 @@ def with_earlier_slices(
     begin = running.begin
     if running.is_empty:
         begin = 0
-    return *running.with_earlier(layer, key, value), begin
+    all_keys, all_values = running.with_earlier(layer, key, value)
+    return all_keys, all_values, begin
 
 
 _ALONG_SEQUENCE = ("tokens", "input_ids", "labels", "loss_mask", "position_ids")
@@ -729,11 +811,12 @@ class SlicedData(MicrobatchData):
         # iterator yields each item only once.
         self._parts: dict[int, dict[str, Any]] = {}
         # Micro-batch -> bounds of its packed sequences.
-        self._documents: dict[int, tuple[int, ...]] = dict(enumerate(packed_bounds))
+        self._documents = dict(enumerate(packed_bounds))
 
     def view(self, number: int) -> Iterator[Any] | None:
         """Return an iterator that yields one slice, or None if there is no data."""
-        if self.iterator is not None and not hasattr(self.iterator, "__next__"):
+        has_data = self.iterator is not None
+        if has_data and not hasattr(self.iterator, "__next__"):
             raise ScheduleError(
                 f"slices are cut from an iterator's items, but the data is a "
                 f"{type(self.iterator).__name__}; pass iter(data), or disable slices"
@@ -752,15 +835,17 @@ class SlicedData(MicrobatchData):
             return None
         item: Mapping[str, Any] = super().take(microbatch)
         bounds = self._bounds[microbatch]
+        has_several_slices = len(bounds) > 2
         slices = _cut(item, bounds, self._num_padding, self._along_sequence)
         for name in self._required:
-            if len(bounds) > 2 and item.get(name) is None:
+            if has_several_slices and item.get(name) is None:
                 raise ScheduleError(
                     f"the data has no {name}, and the forward step cannot compute all of them "
                     f"from a slice's tokens alone; add {name} to the data iterator's items, or "
                     "disable slices"
                 )
-        self._parts |= dict(enumerate(slices, microbatch * self._num_slices))
+        first_number = microbatch * self._num_slices
+        self._parts |= dict(enumerate(slices, first_number))
         if microbatch not in self._documents:
             self._documents[microbatch] = _documents_on_host(item)
         return item
@@ -798,6 +883,7 @@ def _cut(
             f"data iterator yields a {type(item).__name__}; disable slices"
         )
     num_tokens = bounds[-1]
+    mask_shape = (num_tokens, num_tokens)
     slices: list[dict[str, Any]] = []
     for begin, end in pairwise(bounds):
         fields = {}
@@ -809,18 +895,15 @@ def _cut(
             elif name in along_sequence and tensor.shape[1:] == (num_tokens,):
                 fields[name] = tensor[:, begin:end].contiguous()
                 if begin == end:
-                    fields[name] = tensor.new_zeros((len(tensor), num_padding))
-            elif name == "attention_mask" and tensor.shape[2:] == (
-                num_tokens,
-                num_tokens,
-            ):
+                    padding_shape = (len(tensor), num_padding)
+                    fields[name] = tensor.new_zeros(padding_shape)
+            elif name == "attention_mask" and tensor.shape[2:] == mask_shape:
                 # Rows are the slice's tokens; columns are all tokens up to the slice's
                 # end.
                 fields[name] = tensor[:, :, begin:end, :end].contiguous()
                 if begin == end:
-                    mask = tensor.new_ones(
-                        (*tensor.shape[:2], num_padding, num_padding)
-                    )
+                    padding_shape = (*tensor.shape[:2], num_padding, num_padding)
+                    mask = tensor.new_ones(padding_shape)
                     fields[name] = mask.triu(1)
             else:
                 shape = list(getattr(tensor, "shape", ()))
@@ -865,7 +948,8 @@ class SlicedCompute(StageCompute):
 
     def __post_init__(self) -> None:
         """Cut the step's data into slices and postpone dividing the losses."""
-        call, schedule = self.call, self.table.schedule
+        call = self.call
+        schedule = self.table.schedule
         self._num_slices = schedule.num_slices
         self._bounds = call.slice_bounds
         # With sequence parallelism, tensor-parallel ranks hold equal parts of a slice.
@@ -878,19 +962,20 @@ class SlicedCompute(StageCompute):
         self._user_step = call.forward_step_func
         sliced_data: list[MicrobatchData] = []
         for data, chunk in zip(call.data, call.chunks, strict=True):
-            sliced_data.append(
-                SlicedData(
-                    data,
-                    self._bounds,
-                    self._num_slices,
-                    self._multiple,
-                    call.packed_bounds,
-                    fields_beyond_tokens(chunk),
-                    declared_fields(self._user_step),
-                )
+            chunk_data = SlicedData(
+                data,
+                self._bounds,
+                self._num_slices,
+                num_padding=self._multiple,
+                packed_bounds=call.packed_bounds,
+                required=fields_beyond_tokens(chunk),
+                declared=declared_fields(self._user_step),
             )
+            sliced_data.append(chunk_data)
         self.call = replace(
-            call, data=sliced_data, forward_step_func=self._forward_step
+            call,
+            data=sliced_data,
+            forward_step_func=self._forward_step,
         )
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
@@ -908,19 +993,22 @@ class SlicedCompute(StageCompute):
             # Check once per step: hooks may change between steps, but checking a large model takes
             # milliseconds.
             check_model(self._stage(stage).model)
-        is_cut = not self._is_whole(microbatch)
-        if kind == "F" and slice_index == 0 and is_cut:
+        is_forward = kind == "F"
+        is_first_slice = slice_index == 0
+        is_last_slice = slice_index == len(self._bounds[microbatch]) - 2
+        begins_cut = is_forward and is_first_slice and not self._is_whole(microbatch)
+        if begins_cut:
             self._begin_microbatch(stage, microbatch, inputs)
         # Megatron calls the loss function inside the forward pass, without the slice number.
         self._number = number
         with self._layers_in_slice(action):
             outputs = super().run(numbered, inputs)
-        if kind == "F" and slice_index == 0 and is_cut:
+        if begins_cut:
             self._check_effect(stage, microbatch)
-        is_last_slice = slice_index == len(self._bounds[microbatch]) - 2
-        if kind == "F" and is_last_slice and self._stage(stage).is_last:
+        if is_forward and is_last_slice and self._stage(stage).is_last:
             self._complete_loss(stage, microbatch)
-        if kind != "F" and slice_index == 0:  # the micro-batch's last backward pass
+        # The first slice's backward pass is the micro-batch's last one.
+        if not is_forward and is_first_slice:
             self.layer_state.microbatches.pop((stage, microbatch), None)
         return outputs
 
@@ -958,7 +1046,8 @@ class SlicedCompute(StageCompute):
         if declares_slices(model):
             return
         num_layers = len(sliced_layers(model))
-        num_kept = len(self.layer_state.microbatches[stage, microbatch].attention)
+        state = self.layer_state.microbatches[stage, microbatch]
+        num_kept = len(state.attention)
         if num_kept != num_layers:
             raise ScheduleError(
                 f"only {num_kept} of {num_layers} layers in stage {stage} kept keys and values "
@@ -967,33 +1056,42 @@ class SlicedCompute(StageCompute):
 
     def saved_tensors(self, action: Action) -> tuple[Tensors, Tensors] | None:
         """Return the inputs and outputs kept for a backward pass; None once the pass has run."""
-        return super().saved_tensors(action._replace(microbatch=self._numbered(action)))
+        numbered = action._replace(microbatch=self._numbered(action))
+        return super().saved_tensors(numbered)
 
     def end_step(self) -> None:
         """Convert the reports' keys from slice numbers to micro-batches."""
-        self.reports = {
-            number // self._num_slices: report
-            for number, report in self.reports.items()
-        }
+        report_of_microbatch = {}
+        for number, report in self.reports.items():
+            microbatch = number // self._num_slices
+            report_of_microbatch[microbatch] = report
+        self.reports = report_of_microbatch
 
     def _numbered(self, action: Action) -> int:
         return action.microbatch * self._num_slices + action.slice
 
     def _checking_lengths(
-        self, model: torch.nn.Module, stage: int, number: int
+        self,
+        model: torch.nn.Module,
+        stage: int,
+        number: int,
     ) -> AbstractContextManager[None]:
-        microbatch, begin, end = self._place_of(number)
-        if begin == end:
+        place = self._place_of(number)
+        if place.is_empty:
             return nullcontext()
         return refusing_long_sequences(
-            model, stage, microbatch, self.call.cp_group_size, num_earlier=begin
+            model,
+            stage,
+            place.microbatch,
+            self.call.cp_group_size,
+            num_earlier=place.begin,
         )
 
-    def _place_of(self, number: int) -> tuple[int, int, int]:
-        """Return a slice's micro-batch, its first token, and the token after its last token."""
+    def _place_of(self, number: int) -> _Place:
+        """Return the place of the slice with this number."""
         microbatch, slice_index = divmod(number, self._num_slices)
-        begin, end = self._bounds[microbatch][slice_index : slice_index + 2]
-        return microbatch, begin, end
+        bounds = self._bounds[microbatch]
+        return _Place(microbatch, bounds[slice_index], bounds[slice_index + 1])
 
     def _forward_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Run the user's forward step without dividing its loss by the slice's token count.
@@ -1001,8 +1099,11 @@ class SlicedCompute(StageCompute):
         `_complete_loss` divides the loss by the micro-batch's token count.
         """
         number = self._number
-        microbatch, begin, end = self._place_of(number)
-        with _sequence_length(end - begin or self._multiple):
+        place = self._place_of(number)
+        length = place.end - place.begin
+        if place.is_empty:
+            length = self._multiple
+        with _sequence_length(length):
             output, loss_of = self._user_step(*args, **kwargs)
 
         def loss(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -1015,14 +1116,15 @@ class SlicedCompute(StageCompute):
                 )
             total, num_tokens, report = results
             # Padding must not count, even if the loss function uses no mask.
-            if begin == end:
-                total, num_tokens = total * 0, torch.zeros_like(num_tokens)
-                report = {
-                    name: torch.zeros_like(torch.as_tensor(value))
-                    for name, value in report.items()
-                }
+            if place.is_empty:
+                total = total * 0
+                num_tokens = torch.zeros_like(num_tokens)
+                zeros = {}
+                for name, value in report.items():
+                    zeros[name] = torch.zeros_like(torch.as_tensor(value))
+                report = zeros
             self._num_tokens_of[number] = num_tokens
-            if self.call.config.calculate_per_token_loss or self._is_whole(microbatch):
+            if self._has_megatrons_divisor(place.microbatch):
                 return total, num_tokens, report
             # Megatron divides by this number of tokens, so return 1.
             return total, torch.ones_like(num_tokens), report
@@ -1035,12 +1137,13 @@ class SlicedCompute(StageCompute):
         The tensor-parallel rank that has the data sends them to the other ranks.
         """
         place = self._stage(stage)
-        if not (
-            place.is_last or getattr(unwrap_model(place.model), "mtp_process", False)
-        ):
+        model = unwrap_model(place.model)
+        predicts = place.is_last or getattr(model, "mtp_process", False)
+        if not predicts:
             return
         assert isinstance(place.data, SlicedData)
-        item, device = place.data.whole(microbatch), device_of(self.call.chunks)
+        item = place.data.whole(microbatch)
+        device = device_of(self.call.chunks)
         group = parallel_state.get_tensor_model_parallel_group()
         ahead = self.layer_state.microbatches[stage, microbatch].ahead
         for name in _LOOKS_AHEAD:
@@ -1053,7 +1156,9 @@ class SlicedCompute(StageCompute):
                 received = inputs[0]
                 assert received is not None, "the first stage predicts no later tokens"
                 # Micro-batches may differ in size, and this rank sees only activations.
-                shape = received.shape[1], self._bounds[microbatch][-1]
+                num_samples = received.shape[1]
+                num_tokens = self._bounds[microbatch][-1]
+                shape = (num_samples, num_tokens)
                 tensor = torch.empty(shape, dtype=dtype, device=device)
             if group.size() > 1:
                 source = parallel_state.get_tensor_model_parallel_src_rank()
@@ -1066,22 +1171,42 @@ class SlicedCompute(StageCompute):
         The micro-batch's backward passes have not started, because the first one waits for the last
         slice's forward pass.
         """
+        num_slices = len(self._bounds[microbatch]) - 1
         first = microbatch * self._num_slices
-        numbers = range(first, first + len(self._bounds[microbatch]) - 1)
+        numbers = range(first, first + num_slices)
         counts = [self._num_tokens_of.pop(number) for number in numbers]
-        # With a per-token loss, Megatron itself divides gradients by the step's token
-        # count. For a micro-batch with a single slice, Megatron has already divided the
-        # loss.
-        if not (
-            self.call.config.calculate_per_token_loss or self._is_whole(microbatch)
-        ):
-            num_tokens = torch.clamp(torch.stack(counts).sum(), min=1)
+        if not self._has_megatrons_divisor(microbatch):
+            total_count = torch.stack(counts).sum()
+            num_tokens = torch.clamp(total_count, min=1)
             for number in numbers:
-                outputs = self._live[stage, number][1]
+                _, outputs = self._live[stage, number]
                 assert outputs[0] is not None
                 outputs[0] /= num_tokens  # in place, as in Megatron
         reports = [self.reports.pop(number) for number in numbers]
         self.reports[first] = {name: _sum(name, reports) for name in reports[0]}
+
+    def _has_megatrons_divisor(self, microbatch: int) -> bool:
+        """Return whether Megatron itself divides a micro-batch's loss correctly."""
+        # With a per-token loss, Megatron itself divides gradients by the step's token
+        # count. For a micro-batch with a single slice, Megatron has already divided the
+        # loss.
+        has_per_token_loss = self.call.config.calculate_per_token_loss
+        return has_per_token_loss or self._is_whole(microbatch)
+
+
+class _Place(NamedTuple):
+    """The place of a slice in its step."""
+
+    microbatch: int
+    begin: int
+    """First token of the slice."""
+    end: int
+    """The token after the slice's last token."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the slice has no tokens, so only padding runs."""
+        return self.begin == self.end
 
 
 @contextmanager
@@ -1094,7 +1219,8 @@ def _sequence_length(num_tokens: int) -> Iterator[None]:
     if arguments is None:
         yield
         return
-    whole_length, arguments.seq_length = arguments.seq_length, num_tokens
+    whole_length = arguments.seq_length
+    arguments.seq_length = num_tokens
     try:
         yield
     finally:

@@ -42,7 +42,13 @@ PATCHES = PatchTable(feature="schedules", of=running_slice)
     "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
     required=False,  # may not be installed; the first step checks the effect
 )
-def _attend(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _attend(
+    running: Any,
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron attends only to the tokens that it receives, but a slice's tokens must also attend
     to earlier slices.
     """
@@ -51,7 +57,11 @@ def _attend(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs)
 
 @PATCHES.row("slices.packed", "megatron.core.models.gpt.gpt_model:GPTModel.forward")
 def _begin_forward(
-    running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    running: Any,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron mistakes a whole micro-batch's packed sequences for the slice's."""
     arguments = by_name(call, args, kwargs)
@@ -68,10 +78,15 @@ def _begin_forward(
     f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward",
 )
 def _positions(
-    running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    running: Any,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron counts positions from the first token that it receives."""
-    return running.positions(call, by_name(call, args, kwargs))
+    arguments = by_name(call, args, kwargs)
+    return running.positions(call, arguments)
 
 
 @PATCHES.row(
@@ -79,7 +94,11 @@ def _positions(
     f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.get_cached_cos_sin",
 )
 def _cached_positions(
-    _slice: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs
+    _slice: Any,
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron caches the first tokens' positions for fused kernels, but a slice has different
     positions.
@@ -97,13 +116,20 @@ def _cached_positions(
     "slices.predicted_inputs", f"{_MTP}:MultiTokenPredictionLayer._get_embeddings"
 )
 def _look_ahead(
-    running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    running: Any,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron shifts tokens and positions in the same way, so a shifted tensor does not show which
     of the two it is.
     """
     arguments = by_name(call, args, kwargs)
-    running.look_ahead(arguments["input_ids"], arguments["position_ids"])
+    running.look_ahead(
+        arguments["input_ids"],
+        arguments["position_ids"],
+    )
     return call(**arguments)
 
 
@@ -113,16 +139,21 @@ def _look_ahead(
     since=(0, 19),
 )
 def _keep_bounds(
-    _running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    _running: Any,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> dict[str, Any]:
     """Megatron treats a bound at the end of a slice as the last one and drops all later bounds."""
     batch = by_name(call, args, kwargs)["batch"]
-    bounds = {
-        name: batch[name]
-        for name in ("cu_seqlens", "cu_seqlens_padded")
-        if name in batch
-    }
-    return {**call(*args, **kwargs), **bounds}
+    # Take the bounds first, because Megatron changes the batch.
+    bounds = {}
+    for name in ("cu_seqlens", "cu_seqlens_padded"):
+        if name in batch:
+            bounds[name] = batch[name]
+    flattened = call(*args, **kwargs)
+    return {**flattened, **bounds}
 
 
 @PATCHES.row(
@@ -131,7 +162,11 @@ def _keep_bounds(
     since=(0, 18),
 )
 def _count_once(
-    running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    running: Any,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> None:
     """Megatron's script would count the whole micro-batch's operations once per slice."""
     if running.number == 0:
@@ -139,7 +174,13 @@ def _count_once(
 
 
 @PATCHES.row("slices.predicted_tokens", f"{_MTP}:roll_tensor")
-def _roll(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _roll(
+    running: Any,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron stops shifting at the end of a slice, but a slice's last token predicts tokens of
     the next slice.
     """
@@ -147,7 +188,13 @@ def _roll(running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
 
 
 @PATCHES.row("slices.route", f"{_MOE}.router:TopKRouter.routing")
-def _route(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _route(
+    running: Any,
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron computes balancing losses only in a recomputation, but a slice's backward pass needs
     the counts from all slices.
     """
@@ -156,7 +203,11 @@ def _route(running: Any, call: Call, instance: Any, args: Args, kwargs: Kwargs) 
 
 @PATCHES.row("slices.balance", f"{_MOE}.moe_utils:switch_load_balancing_loss_func")
 def _balance(
-    running: Any, _call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    running: Any,
+    _call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron would balance the tokens of each slice separately, as if it were a micro-batch."""
     return running.balance(*args, **kwargs)
@@ -164,7 +215,12 @@ def _balance(
 
 @PATCHES.row("slices.z_loss", f"{_MOE}.moe_utils:z_loss_func")
 def _z_loss(
-    running: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    running: Any,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron averages over the tokens that it receives, which are only one slice's."""
-    return running.z_loss(call(*args, **kwargs))
+    average = call(*args, **kwargs)
+    return running.z_loss(average)

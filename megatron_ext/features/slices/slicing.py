@@ -75,7 +75,11 @@ class SliceChange(TableChange):
         return num_microbatches * self._num_slices
 
     def change(
-        self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        *,
+        is_made_for_pairs: bool,
     ) -> Schedule:
         """Return the table with slices."""
         if self._num_slices == 1:
@@ -96,7 +100,11 @@ class LengthChange(TableChange):
         return sum(map(len, self._slice_sizes))
 
     def change(
-        self, schedule: Schedule, costs: Costs, *, is_made_for_pairs: bool
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        *,
+        is_made_for_pairs: bool,
     ) -> Schedule:
         """Return the table with slices."""
         if not self._slice_sizes:
@@ -135,11 +143,14 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
     whole_costs = replace(even_costs, latency=num_slices * costs.latency)
     least_makespan = simulate(schedule, whole_costs).makespan / num_slices
     shares = shares_of_equal_cost(num_slices, costs.attention)
-    if not candidates or simulate(moved_table, even_costs).makespan > least_makespan * (
-        1 + 1e-6
-    ):
+    needs_search = True
+    if candidates:
+        makespan = simulate(moved_table, even_costs).makespan
+        needs_search = makespan > least_makespan * (1 + 1e-6)
+    if needs_search:
         try:
-            problem = _problem(schedule, replace(table, slices=shares), costs)
+            table_with_shares = replace(table, slices=shares)
+            problem = _problem(schedule, table_with_shares, costs)
             # Later variants limit the number of slices in flight, with increasing bounds.
             variants = [Variant()]
             for limit in spread(num_slices, num_slices + schedule.pp):
@@ -148,12 +159,16 @@ def sliced(schedule: Schedule, num_slices: int, costs: Costs = UNIT) -> Schedule
         except ScheduleError:
             if not candidates:
                 raise
-    tables = [replace(table, rows=tuple(rows), slices=shares) for rows in candidates]
+    tables = []
+    for rows in candidates:
+        tables.append(replace(table, rows=tuple(rows), slices=shares))
     return fastest(tables, costs)
 
 
 def sliced_by_length(
-    schedule: Schedule, slice_sizes: SliceSizes, costs: Costs = UNIT
+    schedule: Schedule,
+    slice_sizes: SliceSizes,
+    costs: Costs = UNIT,
 ) -> Schedule:
     """Return a table whose micro-batches have different numbers of slices.
 
@@ -164,12 +179,16 @@ def sliced_by_length(
         ScheduleError: Forward and backward passes are on different ranks, or no order was found.
     """
     table = replace(
-        schedule, num_microbatches=len(slice_sizes), rows=(), slice_sizes=slice_sizes
+        schedule,
+        num_microbatches=len(slice_sizes),
+        rows=(),
+        slice_sizes=slice_sizes,
     )
     # Every step has a different table, so this must be fast. Run a search only for
     # folded tables, whose chunks need different leads, and try only one variant.
     if schedule.placement.name not in ("v", "w"):
-        rows = _rows_of_slices(schedule, list(map(len, slice_sizes)))
+        nums_slices = list(map(len, slice_sizes))
+        rows = _rows_of_slices(schedule, nums_slices)
         moved_table = _moved_ahead(replace(table, rows=rows))
         if not stuck(moved_table):
             return moved_table
@@ -183,18 +202,27 @@ def sliced_by_length(
     excess = largest - 1 / table.num_slices
     enough = problem.cap * table.num_slices * largest
     caps = [problem.cap - excess, problem.cap]
-    for num_more in range(2 * max(table.num_slices, schedule.pp) + 1):
+    most_more = 2 * max(table.num_slices, schedule.pp)
+    for num_more in range(most_more + 1):
         caps.append(enough + num_more * largest)
     for cap in caps[:-1]:
         with suppress(ScheduleError):
-            return replace(table, rows=search(replace(problem, cap=cap), [Variant()]))
-    return replace(table, rows=search(replace(problem, cap=caps[-1]), [Variant()]))
+            return _searched(table, problem, cap)
+    return _searched(table, problem, caps[-1])
+
+
+def _searched(table: Schedule, problem: Problem, cap: float) -> Schedule:
+    """Return the table with the order that a search with this memory cap finds."""
+    capped_problem = replace(problem, cap=cap)
+    rows = search(capped_problem, [Variant()])
+    return replace(table, rows=rows)
 
 
 def _moved_ahead(table: Schedule) -> Schedule:
     """Return a sliced table with forward passes moved far enough ahead of backward passes."""
     lead = max(map(_lead, table.rows))
-    moved_table = replace(table, rows=tuple(ahead(row, lead) for row in table.rows))
+    moved_rows = tuple(ahead(row, lead) for row in table.rows)
+    moved_table = replace(table, rows=moved_rows)
     check_actions(moved_table)
     return moved_table
 
@@ -207,13 +235,14 @@ def _problem(schedule: Schedule, table: Schedule, costs: Costs) -> Problem:
     num_slices = table.num_slices
     chunks = max(map(len, schedule.placement.stages_of))
     peak = max(map(most_alive, schedule.rows))
+    num_more = chunks * (num_slices - 1)
     backward: tuple[Kind, ...] = ("B",)
     if schedule.splits_backward:
         backward = ("I", "W")
     return Problem(
         schedule.placement,
         table.num_microbatches,
-        (peak + chunks * (num_slices - 1)) / num_slices,
+        (peak + num_more) / num_slices,
         costs,
         table.slices,
         backward,
@@ -221,7 +250,10 @@ def _problem(schedule: Schedule, table: Schedule, costs: Costs) -> Problem:
     )
 
 
-def _rows_of_slices(schedule: Schedule, nums_slices: Sequence[int]) -> tuple[Row, ...]:
+def _rows_of_slices(
+    schedule: Schedule,
+    nums_slices: Sequence[int],
+) -> tuple[Row, ...]:
     """Return a table's rows, with each micro-batch replaced by a slice.
 
     `nums_slices` gives the number of slices per micro-batch in the result.
@@ -239,9 +271,12 @@ def _rows_of_slices(schedule: Schedule, nums_slices: Sequence[int]) -> tuple[Row
     for row in schedule.rows:
         moved_row = []
         for action in row:
-            places = forwards if action.kind == "F" else backwards
-            microbatch, slice_index = places[action.microbatch]
-            moved_row.append(action._replace(microbatch=microbatch, slice=slice_index))
+            if action.kind == "F":
+                microbatch, slice_index = forwards[action.microbatch]
+            else:
+                microbatch, slice_index = backwards[action.microbatch]
+            moved_action = action._replace(microbatch=microbatch, slice=slice_index)
+            moved_row.append(moved_action)
         rows.append(tuple(moved_row))
     return tuple(rows)
 
@@ -255,11 +290,13 @@ def _lead(row: Row) -> int:
         if action.kind == "F":
             num_forwards += 1
             forwards_needed[action.stage, action.microbatch] = num_forwards
-    lead = num_ran = 0
+    lead = 0
+    num_ran = 0
     for action in row:
         if action.kind == "F":
             num_ran += 1
         else:
-            needed = forwards_needed.get((action.stage, action.microbatch), 0)
+            key = (action.stage, action.microbatch)
+            needed = forwards_needed.get(key, 0)
             lead = max(lead, needed - num_ran)
     return lead

@@ -41,11 +41,13 @@ class Route(NamedTuple):
         # without a pipeline, so the sum has the same bits under every placement.
         # Summing per rank would save messages when a rank has several takers, but the
         # bits would then depend on the placement.
-        return pairwise((*reversed(self.takers), self.source))
+        path = (*reversed(self.takers), self.source)
+        return pairwise(path)
 
 
 def connect(
-    publishes: Sequence[Iterable[str]], takes: Sequence[Iterable[str]]
+    publishes: Sequence[Iterable[str]],
+    takes: Sequence[Iterable[str]],
 ) -> tuple[Route, ...]:
     """Return a model's routes, sorted by name.
 
@@ -84,9 +86,14 @@ def connect(
             raise ScheduleError(
                 f"stage {source} publishes the route {name!r}, which no stage takes; remove it"
             )
-    return tuple(
-        Route(name, sources[name], tuple(takers[name])) for name in sorted(sources)
-    )
+    routes = []
+    for name in sorted(sources):
+        routes.append(Route(name, sources[name], tuple(takers[name])))
+    return tuple(routes)
+
+
+_Key = tuple[str, int]
+"""(kind of action or message, stage)."""
 
 
 @dataclass(frozen=True)
@@ -96,21 +103,21 @@ class RoutePlan:
     bypasses: tuple[Bypass, ...]
     """The messages, each with the sorted names of its routes. A message's taker is the stage on the
     receiving rank that runs first among those that need one of the routes."""
-    dropped: Mapping[tuple[str, int], Sequence[str]]
+    dropped: Mapping[_Key, Sequence[str]]
     """(F or B, stage) -> routes that the rank drops after this B, or in evaluation after this F."""
 
     @cached_property
-    def sent(self) -> Mapping[tuple[str, int], Sequence[Bypass]]:
+    def sent(self) -> Mapping[_Key, Sequence[Bypass]]:
         """(message kind, sending stage) -> messages, in sending order."""
-        sent = defaultdict[tuple[str, int], list[Bypass]](list)
+        sent: dict[_Key, list[Bypass]] = defaultdict(list)
         for bypass in self.bypasses:
             sent[bypass.kind, bypass.stage].append(bypass)
         return sent
 
     @cached_property
-    def received(self) -> Mapping[tuple[str, int], Sequence[Bypass]]:
+    def received(self) -> Mapping[_Key, Sequence[Bypass]]:
         """(message kind, receiving stage) -> messages, in reading order."""
-        received = defaultdict[tuple[str, int], list[Bypass]](list)
+        received: dict[_Key, list[Bypass]] = defaultdict(list)
         for bypass in self.bypasses:
             received[bypass.kind, bypass.taker].append(bypass)
         return received
@@ -134,6 +141,10 @@ class _Bundle(NamedTuple):
     place: _Place
 
 
+_StagesOfRoute = dict[str, list[int]]
+"""Route name -> the stages that receive its tensor or gradient."""
+
+
 # Cached, because every step needs the same plan.
 @cache
 def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
@@ -143,42 +154,52 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> RoutePlan:
         for stage, rank in enumerate(placement.rank_of)
     ]
     bypasses: list[Bypass] = []
-    for bundle, stages_by_route in sorted(_bundles(routes, places).items()):
+    bundles = _bundles(routes, places)
+    for bundle, stages_of_route in sorted(bundles.items()):
         receivers: set[int] = set()
-        for stages in stages_by_route.values():
+        for stages in stages_of_route.values():
             receivers.update(stages)
         # Among several receiving stages on a rank, choose the one that runs first: the lowest in
         # the forward pass, and the highest in the backward pass.
-        taker = min(receivers) if bundle.kind == "P" else max(receivers)
-        to_twin = bundle.place.is_crossed != places[bundle.stage].is_crossed
-        names = tuple(sorted(stages_by_route))
-        bypasses.append(Bypass(bundle.kind, bundle.stage, taker, names, to_twin))
+        if bundle.kind == "P":
+            taker = min(receivers)
+        else:
+            taker = max(receivers)
+        sender_place = places[bundle.stage]
+        names = tuple(sorted(stages_of_route))
+        to_twin = bundle.place.is_crossed != sender_place.is_crossed
+        bypass = Bypass(bundle.kind, bundle.stage, taker, names, to_twin)
+        bypasses.append(bypass)
     return RoutePlan(tuple(bypasses), _dropped(routes, places))
 
 
 def _bundles(
-    routes: Sequence[Route], places: Sequence[_Place]
-) -> dict[_Bundle, dict[str, list[int]]]:
+    routes: Sequence[Route],
+    places: Sequence[_Place],
+) -> dict[_Bundle, _StagesOfRoute]:
     """Return the messages on routes: message -> route name -> stages that receive it."""
-    bundles: dict[_Bundle, dict[str, list[int]]] = defaultdict(dict)
+    bundles: dict[_Bundle, _StagesOfRoute] = defaultdict(dict)
     for route in routes:
         source = route.source
         for taker in route.takers:
             if places[taker] != places[source]:
                 bundle = _Bundle("P", source, places[taker])
-                bundles[bundle].setdefault(route.name, []).append(taker)
+                stages = bundles[bundle].setdefault(route.name, [])
+                stages.append(taker)
         for taker, receiver in route.links:
             if places[taker] != places[receiver]:
                 bundle = _Bundle("G", taker, places[receiver])
-                bundles[bundle].setdefault(route.name, []).append(receiver)
+                stages = bundles[bundle].setdefault(route.name, [])
+                stages.append(receiver)
     return bundles
 
 
 def _dropped(
-    routes: Sequence[Route], places: Sequence[_Place]
-) -> Mapping[tuple[str, int], Sequence[str]]:
+    routes: Sequence[Route],
+    places: Sequence[_Place],
+) -> Mapping[_Key, Sequence[str]]:
     """Return the routes that a rank drops after each action (`RoutePlan.dropped`)."""
-    dropped = defaultdict[tuple[str, int], list[str]](list)
+    dropped: dict[_Key, list[str]] = defaultdict(list)
     for route in routes:
         # place -> stages for which the place keeps the route's tensor
         users: dict[_Place, list[int]] = defaultdict(list)

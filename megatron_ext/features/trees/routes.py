@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -61,9 +61,9 @@ def declare(
             )
     declaration = Declared(tuple(publishes), tuple(takes), boundary)
     for names in (declaration.publishes, declaration.takes):
-        if len(set(names)) < len(names) or not all(
-            isinstance(name, str) for name in names
-        ):
+        has_duplicates = len(set(names)) < len(names)
+        has_only_strings = all(isinstance(name, str) for name in names)
+        if has_duplicates or not has_only_strings:
             raise ScheduleError(
                 f"{list(names)} are not route names; pass each name once, as a string"
             )
@@ -152,7 +152,8 @@ class _Sum:
             self.value = self.value + gradient
 
     def pop(self) -> torch.Tensor | None:
-        value, self.value = self.value, None
+        value = self.value
+        self.value = None
         return value
 
 
@@ -169,7 +170,8 @@ class _Publish(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, gradient: torch.Tensor | None
+        ctx: Any,
+        gradient: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, None]:
         # All takers have run their backward passes: those in this stage because of
         # their edges to this node, those in later stages because they run before this
@@ -200,6 +202,20 @@ class _Take(torch.autograd.Function):
         return None, None
 
 
+class Look(NamedTuple):
+    """The shape and dtype of a published tensor and of its gradient."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor | None) -> Look | None:
+        """Return a tensor's look, or None if there is no tensor."""
+        if tensor is None:
+            return None
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
 @dataclass
 class Published:
     """One micro-batch's published tensor on this rank."""
@@ -207,8 +223,7 @@ class Published:
     value: torch.Tensor | None
     """The detached tensor, which requires grad if the published tensor does, or may do so in a
     recomputation."""
-    look: tuple[tuple[int, ...], torch.dtype] | None
-    """Shape and dtype of the tensor and its gradient."""
+    look: Look | None
     stage: int | None
     """The stage on this rank that published the tensor, or None if it was received."""
     origin: torch.Tensor | None = None
@@ -256,9 +271,12 @@ class RouteStore:
     @contextmanager
     def running(self, stage: int, batch: Batch) -> Iterator[None]:
         """Return an action's context, in which `publish` and `take` use this store."""
-        self._stage, self._batch = stage, batch
-        self._published, self._taken = set(), set()
-        before, _CURRENT.store = _CURRENT.store, self
+        self._stage = stage
+        self._batch = batch
+        self._published = set()
+        self._taken = set()
+        before = _CURRENT.store
+        _CURRENT.store = self
         try:
             yield
         finally:
@@ -271,13 +289,14 @@ class RouteStore:
     def publish(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """See `megatron_ext.routes.publish`."""
         self._check_declared(name, "publishes")
-        key = self._batch, name
+        key = (self._batch, name)
         before = self._known.get(key)
         if before is not None and _recomputes():
             return self._publish_again(name, tensor, before)
         if before is not None:
             self._replace(name, before)
-        published = self._known[key] = Published(None, _look(tensor), self._stage)
+        published = Published(None, Look.of(tensor), self._stage)
+        self._known[key] = published
         self._published.add(name)
         if tensor is None:
             return None
@@ -285,25 +304,29 @@ class RouteStore:
         # Under no_grad, the tensor may get a graph in a later recomputation, or never,
         # so assume that it has a gradient.
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            published.value.requires_grad_(
-                tensor.requires_grad or not torch.is_grad_enabled()
-            )
-        if not _has_graph(tensor):
+            may_have_gradient = tensor.requires_grad or not torch.is_grad_enabled()
+            published.value.requires_grad_(may_have_gradient)
+        if not _needs_gradient(tensor):
             return tensor
         published.origin = _Publish.apply(tensor, published.takers)
         return published.origin
 
     def _publish_again(
-        self, name: str, tensor: torch.Tensor | None, in_forward: Published
+        self,
+        name: str,
+        tensor: torch.Tensor | None,
+        in_forward: Published,
     ) -> torch.Tensor | None:
         """Publish a tensor in a recomputation after the forward pass has published it."""
-        look = _look(tensor)
+        look = Look.of(tensor)
         if look != in_forward.look:
             raise ScheduleError(
                 f"{self._where(name)}: published {_text(in_forward.look)} in the forward pass, but "
                 f"{_text(look)} in its recomputation; publish the same shape and dtype in both"
             )
-        if tensor is None or not _has_graph(tensor) or in_forward.origin is not None:
+        if tensor is None or not _needs_gradient(tensor):
+            return tensor
+        if in_forward.origin is not None:
             return tensor
         # The forward pass ran without a graph, so the gradient must enter through this
         # one.
@@ -320,7 +343,8 @@ class RouteStore:
         # Without a pipeline, only the next publish shows that a micro-batch has ended.
         self._check_gradient_taken(name, before)
         if before.origin is not None:
-            self._replaced[name] = [*self._unfinished(name), ref(before.takers)]
+            unfinished = self._unfinished(name)
+            self._replaced[name] = [*unfinished, ref(before.takers)]
 
     def take(self, name: str) -> torch.Tensor | None:
         """See `megatron_ext.routes.take`."""
@@ -339,7 +363,7 @@ class RouteStore:
             )
         self._taken.add(name)
         value = published.value
-        if value is None or not value.requires_grad or not torch.is_grad_enabled():
+        if value is None or not _needs_gradient(value):
             return value
         # Recomputations and other stages on this rank have separate graphs, which must
         # stay unconnected.
@@ -358,10 +382,15 @@ class RouteStore:
                 unfinished.append(reference)
         return unfinished
 
-    def receive(self, batch: Batch, tensors: dict[str, torch.Tensor | None]) -> None:
+    def receive(
+        self,
+        batch: Batch,
+        tensors: dict[str, torch.Tensor | None],
+    ) -> None:
         """Store tensors, by route, received from another rank."""
         for name, value in tensors.items():
-            self._known[batch, name] = Published(value, _look(value), None)
+            published = Published(value, Look.of(value), stage=None)
+            self._known[batch, name] = published
 
     def check_forward(self, stage: int) -> None:
         """Check that a forward pass published and took every route that its stage declares.
@@ -402,9 +431,8 @@ class RouteStore:
                 # Keep an empty tensor, because its `requires_grad` determines whether a
                 # gradient is sent.
                 requires_grad = published.value.requires_grad
-                published.value = published.value.new_empty(0).requires_grad_(
-                    requires_grad
-                )
+                without_data = published.value.new_empty(0)
+                published.value = without_data.requires_grad_(requires_grad)
 
     def _check_gradient_taken(self, name: str, published: Published) -> None:
         if published.takers.value is None:
@@ -421,7 +449,10 @@ class RouteStore:
         )
 
     def _check_declared(self, name: str, how: Literal["publishes", "takes"]) -> None:
-        if self._declared is None or name in getattr(self._declared[self._stage], how):
+        if self._declared is None:
+            return
+        declared_names = getattr(self._declared[self._stage], how)
+        if name in declared_names:
             return
         raise ScheduleError(
             f"{self._where(name)}: not declared; call routes.declare(self, {how}=[{name!r}]) in "
@@ -456,7 +487,7 @@ def current_store() -> RouteStore:
     return _CURRENT.store
 
 
-def _has_graph(tensor: torch.Tensor) -> bool:
+def _needs_gradient(tensor: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
@@ -465,9 +496,7 @@ def _recomputes() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _look(tensor: torch.Tensor | None) -> tuple[tuple[int, ...], torch.dtype] | None:
-    return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-
-
-def _text(look: tuple[tuple[int, ...], torch.dtype] | None) -> str:
-    return "None" if look is None else f"{look[0]} of {look[1]}"
+def _text(look: Look | None) -> str:
+    if look is None:
+        return "None"
+    return f"{look.shape} of {look.dtype}"

@@ -34,11 +34,15 @@ class TreeSteps(Feature):
         shapes_travel = None in model.shapes["F"]
         # Collective, so ranks whose stages declare nothing take part as well.
         self._trees = agree_trees(
-            model.chunks, placement, model.groups.pp, shapes_travel=shapes_travel
+            model.chunks,
+            placement,
+            model.groups.pp,
+            shapes_travel=shapes_travel,
         )
         if self._trees is not None:
             _check_settings(model.pipeline)
-            self.bypasses = plan_routes(self._trees.routes, placement).bypasses
+            plan = plan_routes(self._trees.routes, placement)
+            self.bypasses = plan.bypasses
 
     @staticmethod
     def refuse_roles(
@@ -47,7 +51,8 @@ class TreeSteps(Feature):
         group: dist.ProcessGroup,
     ) -> None:
         """Reject models with declarations; see `Feature.refuse_roles`."""
-        if agree_trees(chunks, placement, group, shapes_travel=False) is not None:
+        trees = agree_trees(chunks, placement, group, shapes_travel=False)
+        if trees is not None:
             raise ScheduleError(
                 "the model declares routes or boundaries, but forward and backward ranks exchange "
                 "a single tensor [s, b, h]; remove --forward-backward-disaggregating"
@@ -61,7 +66,8 @@ class TreeSteps(Feature):
 
     def admit(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Reject declarations that differ from the first model's; see `Feature.admit`."""
-        if [declared(chunk) for chunk in chunks] != self._declared:
+        declarations = [declared(chunk) for chunk in chunks]
+        if declarations != self._declared:
             raise ScheduleError(
                 f"{type(unwrap_model(chunks[0])).__name__} declares different trees or routes "
                 "than the model that used these process groups before; give each model its own "
@@ -73,9 +79,17 @@ class TreeSteps(Feature):
         if self._trees is None:
             return None
         forms = self._trees.forms(step.call, step.shapes)
-        ends = PipelineEnds(step.peers, forms.of_messages, forms.of_messages)
+        ends = PipelineEnds(
+            step.peers,
+            forms.of_messages,
+            forms.of_messages,
+        )
         compute = TreeCompute(
-            step.call, step.table, splits=step.splits, forms=forms, trees=self._trees
+            step.call,
+            step.table,
+            splits=step.splits,
+            forms=forms,
+            trees=self._trees,
         )
         return compute, ends
 

@@ -49,7 +49,11 @@ class Leaf(NamedTuple):
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
-        return f"{str(self.dtype).removeprefix('torch.')} {shape}"
+        return f"{_name_of(self.dtype)} {shape}"
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,16 @@ class TreeForm:
 
     def header(self) -> torch.Tensor:
         """Return the header to send: `[number of bytes]`, uint8 on the CPU."""
-        return torch.frombuffer(bytearray(self.text.encode()), dtype=torch.uint8)
+        text = bytearray(self.text.encode())
+        return torch.frombuffer(text, dtype=torch.uint8)
 
     def tree(self, tensors: Sequence[torch.Tensor]) -> Tree:
         """Rebuild the tree from its tensors, given in order."""
         return _grown(self.skeleton, iter(tensors))
 
     def __str__(self) -> str:
-        return "[" + ", ".join(map(str, self.leaves)) + "]"
+        leaves = ", ".join(map(str, self.leaves))
+        return f"[{leaves}]"
 
 
 @lru_cache(maxsize=1024)  # most micro-batches have the same form
@@ -91,7 +97,8 @@ def parsed(text: bytes) -> TreeForm:
             # A corrupt header may name any attribute of torch.
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"torch.{name} is not a dtype")
-            leaves.append(Leaf(tuple(shape), dtype, requires_grad))
+            leaf = Leaf(tuple(shape), dtype, requires_grad)
+            leaves.append(leaf)
         return TreeForm(text.decode(), skeleton, tuple(leaves))
     except (ValueError, TypeError, AttributeError) as error:
         raise MessageMismatch(
@@ -101,7 +108,10 @@ def parsed(text: bytes) -> TreeForm:
 
 
 def flatten(
-    tree: Tree, subject: str, *, trains: bool
+    tree: Tree,
+    subject: str,
+    *,
+    trains: bool,
 ) -> tuple[list[torch.Tensor], TreeForm]:
     """Return a tree's tensors, in order, and its form.
 
@@ -117,13 +127,20 @@ def flatten(
     skeleton = _cut(tree, tensors, subject)
     leaves = []
     for tensor in tensors:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        leaves.append((list(tensor.shape), dtype, tensor.requires_grad and trains))
-    text = json.dumps([skeleton, leaves], separators=(",", ":"))
+        shape = list(tensor.shape)
+        requires_grad = tensor.requires_grad and trains
+        leaves.append((shape, _name_of(tensor.dtype), requires_grad))
+    # No spaces: the text is sent as the header.
+    described = [skeleton, leaves]
+    text = json.dumps(described, separators=(",", ":"))
     return tensors, parsed(text.encode())
 
 
-def _cut(tree: Tree, tensors: list[torch.Tensor], subject: str) -> Any:
+def _cut(
+    tree: Tree,
+    tensors: list[torch.Tensor],
+    subject: str,
+) -> Any:
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)
         return 0
@@ -134,9 +151,11 @@ def _cut(tree: Tree, tensors: list[torch.Tensor], subject: str) -> Any:
     kind = type(tree)
     skeleton: list[Any]
     if kind in (tuple, list):
-        skeleton, subtrees = [kind.__name__], tree
+        skeleton = [kind.__name__]
+        subtrees = tree
     elif kind is dict and all(isinstance(key, str) for key in tree):
-        skeleton, subtrees = ["dict", list(tree)], tree.values()
+        skeleton = ["dict", list(tree)]
+        subtrees = tree.values()
     else:
         raise _unsupported(subject, kind)
     for subtree in subtrees:
@@ -159,16 +178,20 @@ def _grown(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Tree:
     kind, *parts = skeleton
     if kind == "dict":
         keys, *values = parts
-        return {
-            key: _grown(part, tensors) for key, part in zip(keys, values, strict=True)
-        }
-    grown = [_grown(part, tensors) for part in parts]
+        subtree_of = {}
+        for key, value in zip(keys, values, strict=True):
+            subtree_of[key] = _grown(value, tensors)
+        return subtree_of
+    subtrees = [_grown(part, tensors) for part in parts]
     if kind == "tuple":
-        return tuple(grown)
-    return grown
+        return tuple(subtrees)
+    return subtrees
 
 
-def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def pack(
+    tensors: Sequence[torch.Tensor],
+    device: torch.device,
+) -> torch.Tensor:
     """Concatenate the bytes of tensors of any dtype and shape.
 
     Each tensor is aligned to 64 bytes. A single tensor is not copied.
@@ -176,10 +199,14 @@ def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     Returns:
         `[number of bytes]`, uint8.
     """
-    parts = [plain(tensor.detach()).reshape(-1).view(torch.uint8) for tensor in tensors]
+    parts = []
+    for tensor in tensors:
+        elements = plain(tensor.detach()).reshape(-1)
+        parts.append(elements.view(torch.uint8))
     if len(parts) == 1:
         return parts[0]
-    ranges, end = _placed([part.numel() for part in parts])
+    sizes = [part.numel() for part in parts]
+    ranges, end = _placed(sizes)
     packed = torch.empty(end, dtype=torch.uint8, device=device)
     for place, part in zip(ranges, parts, strict=True):
         packed[place].copy_(part)
@@ -187,14 +214,19 @@ def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def unpack(
-    packed: torch.Tensor, leaves: Sequence[Leaf], subject: str
+    packed: torch.Tensor,
+    leaves: Sequence[Leaf],
+    subject: str,
 ) -> list[torch.Tensor]:
     """Return the tensors in bytes from `pack`, as views with the leaves' shapes and dtypes.
 
     Raises:
         MessageMismatch: The byte count does not match the leaves. The message names `subject`.
     """
-    sizes = [torch.Size(leaf.shape).numel() * leaf.dtype.itemsize for leaf in leaves]
+    sizes = []
+    for leaf in leaves:
+        num_elements = torch.Size(leaf.shape).numel()
+        sizes.append(num_elements * leaf.dtype.itemsize)
     ranges, end = _placed(sizes)
     if packed.dtype != torch.uint8 or packed.numel() != end:
         raise MessageMismatch(
@@ -203,7 +235,8 @@ def unpack(
         )
     tensors = []
     for place, leaf in zip(ranges, leaves, strict=True):
-        tensors.append(packed[place].view(leaf.dtype).view(leaf.shape))
+        elements = packed[place].view(leaf.dtype)
+        tensors.append(elements.view(leaf.shape))
     return tensors
 
 
@@ -211,11 +244,13 @@ def _placed(sizes: Sequence[int]) -> tuple[list[slice], int]:
     """Return each part's byte range, and the end of the last range."""
     # Align each part so that the receiver can view its bytes as any dtype in place.
     ranges: list[slice] = []
-    begin = end = 0
+    begin = 0
+    end = 0
     for size in sizes:
         end = begin + size
         ranges.append(slice(begin, end))
-        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        num_blocks = -(-end // _ALIGNMENT)  # rounded up
+        begin = num_blocks * _ALIGNMENT
     return ranges, end
 
 
@@ -229,14 +264,17 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gradients: list[torch.Tensor | None], *tensors: torch.Tensor
+        ctx: Any,
+        gradients: list[torch.Tensor | None],
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
         ctx.gradients = gradients
         return tensors[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         return (None, *gradients)
 
 
@@ -273,7 +311,12 @@ class Forms:
         if not self.agreed:
             with_header = [tree._replace(header=True), tree]
         # Gradients need no header, because they have their tensors' form.
-        return {"F": with_header, "P": with_header, "B": [tree], "G": [tree]}
+        return {
+            "F": with_header,
+            "P": with_header,
+            "B": [tree],
+            "G": [tree],
+        }
 
     def step_done(self) -> None:
         """Record that a step is complete, so this rank has sent and received every form."""
@@ -282,7 +325,10 @@ class Forms:
         self.agreed = not self.varies
 
     def headers(
-        self, channel: Channel, form: TreeForm, subject: str
+        self,
+        channel: Channel,
+        form: TreeForm,
+        subject: str,
     ) -> list[torch.Tensor]:
         """Return the header to send with a tree of this form, or nothing once forms are agreed.
 
@@ -300,7 +346,11 @@ class Forms:
             return []
         return [form.header()]
 
-    def read(self, channel: Channel, inputs: Iterator[torch.Tensor | None]) -> TreeForm:
+    def read(
+        self,
+        channel: Channel,
+        inputs: Iterator[torch.Tensor | None],
+    ) -> TreeForm:
         """Return the next tree's form, and consume its header from `inputs`, if any."""
         if self.agreed:
             return self._received[channel]
@@ -308,7 +358,9 @@ class Forms:
         assert header is not None
         # Reading a header blocks until the device catches up. This happens only in the first
         # step, or in every step if the tensors' shapes vary.
-        form = self._received[channel] = parsed(bytes(header.cpu().numpy()))
+        text = bytes(header.cpu().numpy())
+        form = parsed(text)
+        self._received[channel] = form
         return form
 
 
@@ -328,9 +380,18 @@ class Trees:
     def forms(self, call: Call, shapes: Shapes) -> Forms:
         """Return the tree forms for this kind of step."""
         # Shapes are dicts, which cannot be keys, so use their text.
-        return self._forms.setdefault(
-            (call.forward_only, str(shapes)), Forms(self.varies)
-        )
+        key = (call.forward_only, str(shapes))
+        return self._forms.setdefault(key, Forms(self.varies))
+
+
+class _Root(NamedTuple):
+    """State that a forward pass keeps for its backward pass."""
+
+    sent: list[Leaf]
+    """The sent tensors whose gradients come back."""
+    gradients: Tensors
+    """The gradients of everything that the root joins (`_Join`): the sent tensors, then the
+    published tensors, for which they are None."""
 
 
 @dataclass
@@ -339,12 +400,8 @@ class TreeCompute(StageCompute):
 
     forms: Forms = field(kw_only=True)
     trees: Trees = field(kw_only=True)
-    _ends: dict[tuple[int, int], tuple[list[Leaf], Tensors]] = field(
-        default_factory=dict, init=False
-    )
-    """(stage, micro-batch) -> state that a forward pass keeps for its backward pass: the sent
-    tensors whose gradients come back, and the root's gradients, which are None for published
-    tensors."""
+    _roots: dict[tuple[int, int], _Root] = field(default_factory=dict, init=False)
+    """(stage, micro-batch) -> state that a forward pass keeps for its backward pass."""
 
     def __post_init__(self) -> None:
         """Precompute what is constant during the step."""
@@ -361,7 +418,8 @@ class TreeCompute(StageCompute):
             self.splits.run(stage, microbatch)
             return []
         # The twin's micro-batches have the same indices.
-        batch = microbatch, self.table.schedule.placement.is_crossed(stage)
+        placement = self.table.schedule.placement
+        batch = (microbatch, placement.is_crossed(stage))
         if kind == "F":
             return self._run_forward(action, batch, iter(inputs))
         return self._run_backward(action, batch, iter(inputs))
@@ -374,21 +432,23 @@ class TreeCompute(StageCompute):
         self.forms.step_done()
 
     def _run_forward(
-        self, action: Action, batch: Batch, inputs: Iterator[torch.Tensor | None]
+        self,
+        action: Action,
+        batch: Batch,
+        inputs: Iterator[torch.Tensor | None],
     ) -> Tensors:
         stage, _, microbatch, _ = action
         # Receive the previous stage's output and the tensors on routes.
         tree = None
         leaves: Tensors = []
         if stage > 0:
-            tree, tensors = self._received(
-                Channel("F", stage - 1, stage), microbatch, inputs
-            )
+            channel = Channel("F", stage - 1, stage)
+            tree, tensors = self._received(channel, microbatch, inputs)
             leaves = [tensor for tensor in tensors if tensor.requires_grad]
-        for bypass in self._plan.received.get(("P", stage), ()):
-            values, _ = self._received(
-                Channel("P", bypass.stage, stage), microbatch, inputs
-            )
+        bypasses_received = self._plan.received.get(("P", stage), ())
+        for bypass in bypasses_received:
+            channel = Channel("P", bypass.stage, stage)
+            values, _ = self._received(channel, microbatch, inputs)
             self._store.receive(batch, values)
         with self._store.running(stage, batch):
             [output] = self.forward(stage, microbatch, [tree])
@@ -401,24 +461,33 @@ class TreeCompute(StageCompute):
             outputs, sent = self._bytes_of(output, channel, microbatch)
         if not self.call.forward_only:
             self._keep_root(action, batch, leaves, sent)
-        for bypass in self._plan.sent.get(("P", stage), ()):
-            named = {name: self._store[batch, name].value for name in bypass.names}
+        bypasses_sent = self._plan.sent.get(("P", stage), ())
+        for bypass in bypasses_sent:
+            tensor_of_route = {}
+            for name in bypass.names:
+                tensor_of_route[name] = self._store[batch, name].value
             channel = Channel("P", stage, bypass.taker)
-            messages, _ = self._bytes_of(named, channel, microbatch)
+            messages, _ = self._bytes_of(tensor_of_route, channel, microbatch)
             outputs += messages
         # Keep published tensors that other stages on this rank have yet to take. The
         # last taker drops them.
         names = self.trees.declared[stage].publishes
-        published = set(names).difference(self._plan.dropped.get(("B", stage), ()))
+        dropped_in_backward = self._plan.dropped.get(("B", stage), ())
+        published = set(names).difference(dropped_in_backward)
         if self.call.forward_only:
-            dropped = published.union(self._plan.dropped.get(("F", stage), ()))
+            dropped_in_forward = self._plan.dropped.get(("F", stage), ())
+            dropped = published.union(dropped_in_forward)
             self._store.forget(batch, sorted(dropped))
         else:
             self._store.release(batch, published)
         return outputs
 
     def _keep_root(
-        self, action: Action, batch: Batch, leaves: Tensors, sent: list[torch.Tensor]
+        self,
+        action: Action,
+        batch: Batch,
+        leaves: Tensors,
+        sent: list[torch.Tensor],
     ) -> None:
         """Keep the stage's leaves and a single root, from which its backward pass starts.
 
@@ -442,29 +511,35 @@ class TreeCompute(StageCompute):
             if sent or origins:
                 root = [_Join.apply(gradients, *sent, *origins)]
         self._live[stage, microbatch] = (leaves, root)
-        looks = [Leaf(tuple(tensor.shape), tensor.dtype) for tensor in sent]
-        self._ends[stage, microbatch] = looks, gradients
+        leaves_of_sent = []
+        for tensor in sent:
+            leaf = Leaf(tuple(tensor.shape), tensor.dtype)
+            leaves_of_sent.append(leaf)
+        self._roots[stage, microbatch] = _Root(leaves_of_sent, gradients)
 
     def _run_backward(
-        self, action: Action, batch: Batch, inputs: Iterator[torch.Tensor | None]
+        self,
+        action: Action,
+        batch: Batch,
+        inputs: Iterator[torch.Tensor | None],
     ) -> Tensors:
         stage, kind, microbatch, _ = action
-        sent, gradients = self._ends.pop((stage, microbatch))
+        kept = self._roots.pop((stage, microbatch))
         of_root: Tensors = [None]
         if stage < self._last_stage:
             subject = f"the gradient of {self._subject(stage, microbatch)}"
             # Insert the gradients in place, before those of published tensors, because
             # the root has referred to this list since the forward pass.
-            gradients[:0] = self._unpacked(inputs, sent, subject)
+            kept.gradients[:0] = self._unpacked(inputs, kept.sent, subject)
             # `_Join` ignores this gradient and returns those in its list.
             of_root = [torch.zeros((), device=self._device)]
-        for bypass in self._plan.received.get(("G", stage), ()):
+        bypasses_received = self._plan.received.get(("G", stage), ())
+        for bypass in bypasses_received:
             routed = self._with_gradient(batch, bypass.names)
-            looks = [
-                Leaf(*published.look)
-                for published in routed
-                if published.look is not None
-            ]
+            looks = []
+            for published in routed:
+                if published.look is not None:
+                    looks.append(Leaf(*published.look))
             names = ", ".join(bypass.names)
             subject = f"the gradient of routes {names} from stage {bypass.stage}"
             route_gradients = self._unpacked(inputs, looks, subject)
@@ -472,32 +547,44 @@ class TreeCompute(StageCompute):
                 published.takers.add(gradient)
         # The sums of the takers' gradients are now complete. The backward pass reads
         # them for the tensors that this stage has published.
+        splits = kind == "I"
         with self._store.running(stage, batch):
-            input_gradients = self.backward(
-                stage, microbatch, of_root, split=kind == "I"
-            )
+            input_gradients = self.backward(stage, microbatch, of_root, split=splits)
         outputs: Tensors = []
         if stage > 0:
             returned = [
                 gradient for gradient in input_gradients if gradient is not None
             ]
             outputs.append(pack(returned, self._device))
-        for bypass in self._plan.sent.get(("G", stage), ()):
+        bypasses_sent = self._plan.sent.get(("G", stage), ())
+        for bypass in bypasses_sent:
             routed = self._with_gradient(batch, bypass.names)
             sums = [published.pop_gradient() for published in routed]
             outputs.append(pack(sums, self._device))
-        dropped = {*self.trees.declared[stage].publishes}
-        dropped.update(self._plan.dropped.get(("B", stage), ()))
+        dropped = set(self.trees.declared[stage].publishes)
+        dropped_in_backward = self._plan.dropped.get(("B", stage), ())
+        dropped.update(dropped_in_backward)
         self._store.forget(batch, sorted(dropped))
         return outputs
 
-    def _with_gradient(self, batch: Batch, names: Sequence[str]) -> list[Published]:
+    def _with_gradient(
+        self,
+        batch: Batch,
+        names: Sequence[str],
+    ) -> list[Published]:
         """Return these routes' published tensors whose gradients are sent."""
-        routed = [self._store[batch, name] for name in names]
-        return [published for published in routed if published.has_gradient]
+        with_gradient = []
+        for name in names:
+            published = self._store[batch, name]
+            if published.has_gradient:
+                with_gradient.append(published)
+        return with_gradient
 
     def _received(
-        self, channel: Channel, microbatch: int, inputs: Iterator[torch.Tensor | None]
+        self,
+        channel: Channel,
+        microbatch: int,
+        inputs: Iterator[torch.Tensor | None],
     ) -> tuple[Tree, list[torch.Tensor]]:
         form = self.forms.read(channel, inputs)
         subject = f"the message with routes of stage {channel.stage}"
@@ -512,25 +599,34 @@ class TreeCompute(StageCompute):
 
     @staticmethod
     def _unpacked(
-        inputs: Iterator[torch.Tensor | None], leaves: Sequence[Leaf], subject: str
+        inputs: Iterator[torch.Tensor | None],
+        leaves: Sequence[Leaf],
+        subject: str,
     ) -> list[torch.Tensor]:
         packed = next(inputs)
         assert packed is not None
         return unpack(packed, leaves, subject)
 
     def _bytes_of(
-        self, tree: object, channel: Channel, microbatch: int
+        self,
+        tree: object,
+        channel: Channel,
+        microbatch: int,
     ) -> tuple[Tensors, list[torch.Tensor]]:
         """Return a tree's bytes and those of its tensors whose gradients come back.
 
         The bytes include a header if the receiver does not know the tree's form.
         """
         subject = self._subject(channel.stage, microbatch)
-        tensors, form = flatten(tree, subject, trains=not self.call.forward_only)
-        leaves = zip(tensors, form.leaves, strict=True)
+        trains = not self.call.forward_only
+        tensors, form = flatten(tree, subject, trains=trains)
         packed = pack(tensors, self._device)
-        returning = [tensor for tensor, leaf in leaves if leaf.requires_grad]
-        return [*self.forms.headers(channel, form, subject), packed], returning
+        returning = []
+        for tensor, leaf in zip(tensors, form.leaves, strict=True):
+            if leaf.requires_grad:
+                returning.append(tensor)
+        headers = self.forms.headers(channel, form, subject)
+        return [*headers, packed], returning
 
     @staticmethod
     def _subject(stage: int, microbatch: int) -> str:
@@ -554,17 +650,23 @@ def agree_trees(
     Raises:
         ScheduleError: The routes contradict each other. Every rank raises this error.
     """
-    stages = placement.stages_of[group.rank()]
-    own_declarations = dict(zip(stages, map(declared, chunks), strict=True))
-    everybody: list[dict[int, Declared]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(everybody, own_declarations, group=group)
+    own_stages = placement.stages_of[group.rank()]
+    own_declarations: dict[int, Declared] = {}
+    for stage, chunk in zip(own_stages, chunks, strict=True):
+        own_declarations[stage] = declared(chunk)
+    num_ranks = group.size()
+    by_rank: list[dict[int, Declared]] = [{} for _ in range(num_ranks)]
+    dist.all_gather_object(by_rank, own_declarations, group=group)
     # A pipeline's ranks have different stages, so no entry is overwritten.
     by_stage: dict[int, Declared] = {}
-    for declarations in everybody:
+    for declarations in by_rank:
         by_stage.update(declarations)
-    if all(declaration == Declared() for declaration in by_stage.values()):
+    nothing = Declared()
+    if all(declaration == nothing for declaration in by_stage.values()):
         return None
-    publishes, takes, varies = [], [], shapes_travel
+    publishes = []
+    takes = []
+    varies = shapes_travel
     for stage in range(placement.num_stages):
         declaration = by_stage[stage]
         publishes.append(declaration.publishes)
