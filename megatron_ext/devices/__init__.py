@@ -58,7 +58,8 @@ def requested(argv: Sequence[str] | None = None) -> str:
         parser = ArgumentParser(add_help=False, allow_abbrev=False)
         # Accept the flag without a value, so that the error below lists the choices.
         parser.add_argument(_FLAG, dest="device", nargs="?", const="", default="auto")
-        name = str(parser.parse_known_args(argv)[0].device)
+        flags, _ = parser.parse_known_args(argv)
+        name = str(flags.device)
         source = _FLAG
     if name not in CHOICES:
         raise DeviceError(
@@ -118,7 +119,8 @@ def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
     """Return the device that holds a rank's model, even if its chunks have no parameters."""
     import torch
 
-    parameter = next(chain.from_iterable(chunk.parameters() for chunk in chunks), None)
+    parameters = chain.from_iterable(chunk.parameters() for chunk in chunks)
+    parameter = next(parameters, None)
     if parameter is not None:
         return parameter.device
     # `torch.cuda` is redirected, so this is the current device on any backend.
@@ -239,12 +241,12 @@ def count_devices(
         if variable in environ:
             numbers = environ[variable].split(",")
             # An empty value or -1 hides all devices; Slurm uses NoDevFiles.
-            counts.append(
-                sum(number not in ("", "-1", "NoDevFiles") for number in numbers)
-            )
+            hidden = ("", "-1", "NoDevFiles")
+            counts.append(sum(number not in hidden for number in numbers))
     if counts:
         return max(counts)
     # Drivers create one numbered node per device and others without a number, such as
     # nvidiactl.
     node = re.compile(r"nvidia\d+|mtgpu\.\d+")
-    return sum(node.fullmatch(entry.name) is not None for entry in directory.iterdir())
+    names = [entry.name for entry in directory.iterdir()]
+    return sum(node.fullmatch(name) is not None for name in names)

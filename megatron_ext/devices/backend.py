@@ -143,11 +143,14 @@ class Device(ABC):
         from megatron_ext.devices.copies import Copies
 
         # The driver is `torch.cuda.cudart()` or `torch.musa.musart()`.
-        driver = getattr(self.runtime, f"{self.name}rt")()
+        open_driver = getattr(self.runtime, f"{self.name}rt")
+        driver = open_driver()
         # Some releases of torch_musa do not bind these calls; copies then block the host.
         register = getattr(driver, f"{self.name}HostRegister", None)
         unregister = getattr(driver, f"{self.name}HostUnregister", None)
-        pinning = (register, unregister) if register and unregister else None
+        pinning = None
+        if register and unregister:
+            pinning = (register, unregister)
         return Copies(self.runtime, device, pinning)
 
     @abstractmethod

@@ -14,6 +14,9 @@ import torch
 
 _log = logging.getLogger(__name__)
 
+_Register = Callable[[int, int, int], Any]
+_Unregister = Callable[[int], Any]
+
 
 class Copied(NamedTuple):
     """A handle for waiting on asynchronous copies."""
@@ -52,7 +55,7 @@ class Copies:
         self,
         runtime: Any,
         device: torch.device,
-        pinning: tuple[Callable[[int, int, int], Any], Callable[[int], Any]] | None,
+        pinning: tuple[_Register, _Unregister] | None,
     ) -> None:
         self._runtime = runtime
         self._device = device
@@ -77,7 +80,8 @@ class Copies:
         self._down.wait_stream(self._runtime.current_stream(self._device))
         with self._runtime.stream(self._down):
             host.copy_(tensor.detach(), non_blocking=True)
-        return host, Copied(self._runtime, self._device, (self._mark(self._down),))
+        copied = self._mark(self._down)
+        return host, Copied(self._runtime, self._device, (copied,))
 
     def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copied]:
         """Start copying a tensor to the device. This call blocks if the tensor is not pinned.
@@ -133,4 +137,5 @@ class Copies:
 
     def _mark(self, stream: Any) -> Any:
         # blocking: a thread that waits for the event sleeps instead of spinning.
-        return stream.record_event(self._runtime.Event(blocking=True))
+        event = self._runtime.Event(blocking=True)
+        return stream.record_event(event)

@@ -101,10 +101,10 @@ class CpuDevice(Device):
         """Check for gloo; every torch build includes everything else that this backend needs."""
         import torch
 
-        if (
-            not torch.distributed.is_available()
-            or not torch.distributed.is_gloo_available()
-        ):
+        has_gloo = (
+            torch.distributed.is_available() and torch.distributed.is_gloo_available()
+        )
+        if not has_gloo:
             return f"torch {torch.__version__} was built without gloo; install a stock build"
         return None
 
@@ -197,6 +197,10 @@ def _namespaces() -> Iterator[Redirect]:
     def set_state(new_state: torch.Tensor, *_device: Any, **_named: Any) -> None:
         generator.set_state(new_state)
 
+    def free_and_total_bytes() -> tuple[int, int]:
+        total_bytes = host.total_memory_bytes()
+        return total_bytes - host.rss_bytes(), total_bytes
+
     answers: dict[str, Callable[[Any], object]] = {
         # The device. It has no index, because torch rejects index 0 if there is no accelerator.
         "is_available": returning(True),
@@ -235,19 +239,17 @@ def _namespaces() -> Iterator[Redirect]:
         "device_memory_used": answering(host.rss_bytes),
         "max_memory_allocated": answering(host.peak_rss_bytes),
         "max_memory_reserved": answering(host.peak_rss_bytes),
-        "mem_get_info": answering(
-            lambda: (
-                host.total_memory_bytes() - host.rss_bytes(),
-                host.total_memory_bytes(),
-            )
-        ),
+        "mem_get_info": answering(free_and_total_bytes),
         "memory_allocated": answering(host.rss_bytes),
         "memory_reserved": answering(host.rss_bytes),
         "memory_stats": answering(host.memory_stats),
         "reset_peak_memory_stats": answering(host.reset_peak_rss),
     }
-    for name in ("_lazy_init", "empty_cache", "init", "ipc_collect", "seed_all", "set_device",
-                 "set_stream", "synchronize"):  # fmt: skip
+    without_effect = (
+        "_lazy_init", "empty_cache", "init", "ipc_collect", "seed_all", "set_device",
+        "set_stream", "synchronize",
+    )  # fmt: skip
+    for name in without_effect:
         answers[name] = nothing
     for kind in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long"):
         answers[f"{kind}Tensor"] = to(getattr(torch, f"{kind}Tensor"))
@@ -264,14 +266,15 @@ def _namespaces() -> Iterator[Redirect]:
 
     # A CUDA build of torch names CUDA here even without a GPU, because it trusts
     # `torch.cuda.is_available`, which we have redirected.
-    for target, make in (
-        ("torch.accelerator:is_available", returning(False)),
-        ("torch.accelerator:current_accelerator", nothing),
-        ("torch.accelerator:device_count", returning(0)),
-        ("torch._C:_get_accelerator", returning(torch.device("cpu"))),
+    denials = {
+        "torch.accelerator:is_available": returning(False),
+        "torch.accelerator:current_accelerator": nothing,
+        "torch.accelerator:device_count": returning(0),
+        "torch._C:_get_accelerator": returning(torch.device("cpu")),
         # Since torch 2.14, `torch.get_device_module` calls this function instead.
-        ("torch._C:_accelerator_getAccelerator", nothing),
-    ):
+        "torch._C:_accelerator_getAccelerator": nothing,
+    }
+    for target, make in denials.items():
         yield Redirect(target, make, _NO_ACCELERATOR)
     # Some code calls torch.accelerator without this check, because torch.cuda is available. Such
     # code gets the same results as from torch.cuda.
@@ -332,14 +335,19 @@ class GlooConnections:
 
     @contextmanager
     def opened_to_peers(
-        self, store: Any, rank: int, size: int, ports: list[int]
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        ports: list[int],
     ) -> Iterator[None]:
         """Remember the connections that the body opens between the ranks in a group.
 
         The body is collective over the group's ranks, which exchange their listeners' ports through
         the group's store.
         """
-        store.set(f"megatron_ext/ports/{rank}", ",".join(map(str, ports)))
+        ports_text = ",".join(map(str, ports))
+        store.set(f"megatron_ext/ports/{rank}", ports_text)
         before = open_sockets()
         yield
         # In each pair, one rank connects to the other rank's listener, so either end may have the
@@ -347,12 +355,15 @@ class GlooConnections:
         ports_of_peers: set[int] = set()
         for peer in range(size):
             text = store.get(f"megatron_ext/ports/{peer}").decode()
-            ports_of_peers.update(int(port) for port in text.split(",") if port)
+            for port in text.split(","):
+                if port:  # the text is empty if that rank has no listener
+                    ports_of_peers.add(int(port))
         for opened in open_sockets() - before:
             ends = opened.tcp_ends()
-            if ends is not None and (
-                ends.own_port in ports or ends.peer_port in ports_of_peers
-            ):
+            if ends is None:
+                continue
+            is_in_group = ends.own_port in ports or ends.peer_port in ports_of_peers
+            if is_in_group:
                 self._sockets.add(opened)
         # Another thread may have called `shut_down` while the body was connecting the
         # ranks.
@@ -362,7 +373,8 @@ class GlooConnections:
     def shut_down(self) -> int:
         """Shut down and forget all connections; return how many were still open."""
         self.are_shut_down = True
-        sockets, self._sockets = self._sockets, set()
+        sockets = self._sockets
+        self._sockets = set()
         return sum(opened.shut_down() for opened in sockets)
 
 
@@ -412,10 +424,8 @@ def _keep_stuck_groups() -> None:
     options.device = torch.device("cpu")
     # A group runs one collective at a time. Behind a stuck one, a barrier never starts;
     # otherwise it fails immediately, since there are no connections.
-    barriers = [
-        (group, group.barrier(options))
-        for group in list(distributed_c10d._world.pg_map)
-    ]
+    groups = list(distributed_c10d._world.pg_map)
+    barriers = [(group, group.barrier(options)) for group in groups]
     deadline_s = time.monotonic() + _TURN.total_seconds()
     for group, barrier in barriers:
         remaining_s = max(0.001, deadline_s - time.monotonic())

@@ -63,17 +63,16 @@ class CudaDevice(Device):
                 "--pipeline-device-path staged"
             )
         # torch's wheels contain the runtime only under its name with the major version.
-        library = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"
-        return Sharing(self.runtime, device, library)
+        major, _, _ = torch.version.cuda.partition(".")
+        return Sharing(self.runtime, device, f"libcudart.so.{major}")
 
 
 def why_idle() -> str | None:
     """Return why a CUDA build of torch sees no GPU, in torch's words; None for other builds."""
     import torch
 
-    if (
-        torch.version.cuda is None and torch.version.hip is None
-    ) or torch.cuda.is_available():
+    is_gpu_build = torch.version.cuda is not None or torch.version.hip is not None
+    if not is_gpu_build or torch.cuda.is_available():
         return None
     # Only initialisation reports the reason; `is_available` just returns False.
     try:

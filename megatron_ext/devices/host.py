@@ -65,7 +65,8 @@ class Stream:
     The constructor always returns the same object.
     """
 
-    cuda_stream = stream_id = 0
+    cuda_stream = 0
+    stream_id = 0
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Stream:
         """Return the shared stream, for any device and priority."""

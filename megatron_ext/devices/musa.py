@@ -87,15 +87,12 @@ class MusaDevice(Device):
 
     def __init__(self) -> None:
         self.environment = dict(_ENVIRONMENT)
-        has_te = find_spec("transformer_engine") is not None
-        self.argument_defaults = (
-            _DEFAULTS if has_te else _DEFAULTS | _DEFAULTS_WITHOUT_TE
-        )
-        self.lacks = (
-            CUDA_ONLY
-            + _NCCL_ONLY
-            + (_GROUPED_GEMM if has_te else TRANSFORMER_ENGINE_ONLY)
-        )
+        if find_spec("transformer_engine") is not None:
+            self.argument_defaults = _DEFAULTS
+            self.lacks = CUDA_ONLY + _NCCL_ONLY + _GROUPED_GEMM
+        else:
+            self.argument_defaults = _DEFAULTS | _DEFAULTS_WITHOUT_TE
+            self.lacks = CUDA_ONLY + _NCCL_ONLY + TRANSFORMER_ENGINE_ONLY
         if find_spec("triton") is None:
             self.lacks += TRITON_ONLY
             self.environment["TORCHDYNAMO_DISABLE"] = (
@@ -169,7 +166,8 @@ def _namespace(musa: Any, cuda_to_musa: translate.Translator) -> Iterator[Redire
     private = ("_is_in_bad_fork", "_lazy_call", "_lazy_init")
     # `_completions` redirects these names to functions that behave differently.
     different = {"get_device_properties", "is_available"}
-    for name in sorted({*torch.cuda.__all__, *private} - different):
+    names = {*torch.cuda.__all__, *private} - different
+    for name in sorted(names):
         value = getattr(musa, name, None)
         if callable(value):
             yield Redirect(f"torch.cuda:{name}", same(name, value), _SAME)

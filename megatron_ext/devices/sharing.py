@@ -19,6 +19,9 @@ from megatron_ext.errors import DeviceError
 # Size of a buffer or event handle, which is the same in all versions of both runtimes.
 _HANDLE_BYTES = 64
 
+# `open` unpacks this, the buffer's size. The memory handle and the event's handle follow.
+_SIZE = struct.Struct("<Q")
+
 # An export covers a whole driver block, and smaller allocations may share a block.
 _BLOCK_BYTES = 2 << 20
 
@@ -127,7 +130,7 @@ class Sharing:
         num_bytes = num_blocks * _BLOCK_BYTES
         address = ctypes.c_void_p()
         handle = _Handle()
-        arguments = ctypes.byref(address), ctypes.c_size_t(num_bytes)
+        arguments = (ctypes.byref(address), ctypes.c_size_t(num_bytes))
         try:
             self._call("Malloc", *arguments)
         except RuntimeError:
@@ -140,15 +143,15 @@ class Sharing:
             self._call("Free", address)
             raise
         written = self._event()
-        # `open` unpacks this: the size, the memory handle, the event handle.
-        head = struct.pack("<Q", num_bytes) + bytes(handle)
+        head = _SIZE.pack(num_bytes) + bytes(handle)
         return self._buffer(num_bytes, head + written.ipc_handle(), address, written)
 
     def open(self, handle: bytes) -> SharedBuffer:
         """Map another process's buffer onto this process's device."""
-        (num_bytes,) = struct.unpack_from("<Q", handle)
-        memory = handle[8 : 8 + _HANDLE_BYTES]
-        written = handle[8 + _HANDLE_BYTES :]
+        (num_bytes,) = _SIZE.unpack_from(handle)
+        head_bytes = _SIZE.size + _HANDLE_BYTES
+        memory = handle[_SIZE.size : head_bytes]
+        written = handle[head_bytes:]
         address = ctypes.c_void_p()
         self._call(
             "IpcOpenMemHandle",
@@ -164,9 +167,8 @@ class Sharing:
     def attach(self, buffer: SharedBuffer, handle: bytes) -> None:
         """Open the reader's event, for `is_read`; `handle` is the reader's buffer handle."""
         with self._runtime.device(self._device):
-            buffer.used_there = self._runtime.Event.from_ipc_handle(
-                self._device, handle
-            )
+            opened_event = self._runtime.Event.from_ipc_handle(self._device, handle)
+            buffer.used_there = opened_event
 
     def is_read(self, buffer: SharedBuffer) -> bool:
         """Return whether the reader has copied the last message out of this process's buffer."""
@@ -223,7 +225,11 @@ class Sharing:
         self._call("IpcCloseMemHandle", ctypes.c_void_p(buffer.address))
 
     def _buffer(
-        self, num_bytes: int, handle: bytes, address: ctypes.c_void_p, used: Any
+        self,
+        num_bytes: int,
+        handle: bytes,
+        address: ctypes.c_void_p,
+        used: Any,
     ) -> SharedBuffer:
         place = address.value or 0
         storage: Any = torch._C._construct_storage_from_data_pointer(
@@ -243,9 +249,8 @@ class Sharing:
             if code != 0:
                 # Clear the error; otherwise torch would raise it after its next kernel.
                 self._functions["GetLastError"]()
-                raise RuntimeError(
-                    f"{self._error_text(code).decode()} (error {code} of {name})"
-                )
+                text = self._error_text(code).decode()
+                raise RuntimeError(f"{text} (error {code} of {name})")
 
 
 def _tensor(

@@ -72,7 +72,9 @@ def translator(kind: str) -> Translator:
             if not device.startswith("cuda"):
                 return device
             # For example, "cuda:1" becomes "musa:1".
-            return kind + device[4:] if has_indices else without_index
+            if has_indices:
+                return kind + device.removeprefix("cuda")
+            return without_index
         if isinstance(device, torch.device):
             if device.type != "cuda":
                 return device
@@ -100,7 +102,9 @@ def translated_argument(
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         if len(args) > position:
-            args = (*args[:position], translate(args[position]), *args[position + 1 :])
+            changed_args = list(args)
+            changed_args[position] = translate(args[position])
+            args = tuple(changed_args)
         elif name in kwargs:
             kwargs[name] = translate(kwargs[name])
         return function(*args, **kwargs)
@@ -122,9 +126,8 @@ def translated_class(base: type, translate: Translator) -> type:
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, base)
 
-    return Spelled(
-        base.__name__, (), {"__doc__": base.__doc__, "__module__": base.__module__}
-    )
+    attributes = {"__doc__": base.__doc__, "__module__": base.__module__}
+    return Spelled(base.__name__, (), attributes)
 
 
 def tensor_redirects(kind: str) -> Iterator[Redirect]:
@@ -244,7 +247,8 @@ def spelling_redirects(kind: str) -> Iterator[Redirect]:
     def being_cuda(original: Any) -> property:
         def is_cuda(self: Any) -> bool:
             # Only Megatron's modules get this result; all other code gets the true one.
-            if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
+            caller = sys._getframe(1).f_globals
+            if caller.get("__name__", "").startswith("megatron."):
                 return bool(self.device.type == kind)
             return bool(original.__get__(self))
 
@@ -284,13 +288,16 @@ def _translated_type(original: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
                 # Use the prefix for the tensor's device: torch.musa.HalfTensor for
                 # torch.cuda.HalfTensor.
-                prefix = original(self).rpartition(".")[0]
-                dtype = f"{prefix}.{dtype.rpartition('.')[2]}"
+                prefix, _, _ = original(self).rpartition(".")
+                _, _, type_name = dtype.rpartition(".")
+                dtype = f"{prefix}.{type_name}"
             return original(self, dtype, *args, **kwargs)
         name: str = original(self, *args, **kwargs)
         # Return CUDA's names to upstream, and the true names to all other callers.
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
-            return "torch.cuda." + name.rpartition(".")[2]
+        caller = sys._getframe(1).f_globals
+        if caller.get("__name__", "").startswith("megatron."):
+            _, _, type_name = name.rpartition(".")
+            return f"torch.cuda.{type_name}"
         return name
 
     return type_
@@ -316,14 +323,17 @@ def collective_redirects(backend: str) -> Iterator[Redirect]:
                 arguments.pop("pg_options", None)
             # A device_id binds the group to a CUDA device, which does not exist here.
             device = arguments.get("device_id")
-            if isinstance(device, int) or getattr(device, "type", None) == "cuda":
+            names_cuda = getattr(device, "type", None) == "cuda"
+            if isinstance(device, int) or names_cuda:
                 del arguments["device_id"]
             return original(**arguments)
 
         return open_group
 
+    # `new_group` without a backend uses the one of the default group.
+    defaults = {"init_process_group": backend, "new_group": None}
     for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
-        for function, default in (("init_process_group", backend), ("new_group", None)):
+        for function, default in defaults.items():
             yield Redirect(
                 f"{module}:{function}",
                 functools.partial(opening, default=default),

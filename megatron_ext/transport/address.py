@@ -58,7 +58,8 @@ class Address:
 
     def why_no_memory_with(self, other: Address) -> str | None:
         """Return why the two processes cannot share memory; None if they can."""
-        if (other.host, other.boot_id) != (self.host, self.boot_id):
+        is_same_host = other.host == self.host and other.boot_id == self.boot_id
+        if not is_same_host:
             return f"it runs on host {other.host}, this one on {self.host}"
         if other.network != self.network:
             return "it is in another network namespace; use the host's network in both containers"
@@ -66,7 +67,10 @@ class Address:
 
 
 def choose_wire(
-    rank: int, address: Address, peer: int, peer_address: Address
+    rank: int,
+    address: Address,
+    peer: int,
+    peer_address: Address,
 ) -> tuple[str, str]:
     """Choose the wire between this process (`rank`) and a peer: shm, tcp or rdma, with the reason.
 
@@ -78,10 +82,9 @@ def choose_wire(
     """
     # Compare versions and byte orders here: messages contain neither, and message headers may
     # change in any release.
-    if (peer_address.version, peer_address.byte_order) != (
-        address.version,
-        address.byte_order,
-    ):
+    is_same_version = peer_address.version == address.version
+    is_same_byte_order = peer_address.byte_order == address.byte_order
+    if not (is_same_version and is_same_byte_order):
         raise TransportError(
             f"rank {peer} runs megatron_ext {peer_address.version} ({peer_address.byte_order} "
             f"endian), but rank {rank} runs {address.version} ({address.byte_order} endian); "
@@ -117,7 +120,9 @@ def choose_wire(
     if no_memory is None:
         return "shm", "they are on the same host"
     # RDMA is faster, but both processes must support it; TCP works between any two hosts.
-    return ("tcp", "; ".join(no_rdma)) if no_rdma else ("rdma", no_memory)
+    if no_rdma:
+        return "tcp", "; ".join(no_rdma)
+    return "rdma", no_memory
 
 
 def _require_reachable(rank: int, address: Address) -> None:
@@ -171,7 +176,9 @@ def own_address(
         index = rank
     name = node_ips[index]
     try:
-        ip = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        _, _, _, _, socket_address = answers[0]
+        ip = str(socket_address[0])
     except OSError as error:
         raise TransportError(
             f"--node-ips: {name} is not an address or a known host ({error}); give the IP address "
@@ -198,7 +205,8 @@ def source_address(peer: str) -> str:
     """
     # Ask the routing table, because the first network interface may be the wrong one. Connecting a
     # datagram socket does not send a packet.
-    family, kind, _, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    answers = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
+    family, kind, _, _, target = answers[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])

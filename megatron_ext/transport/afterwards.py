@@ -13,6 +13,9 @@ from megatron_ext.errors import TransportError, TransportTimeout
 if TYPE_CHECKING:
     from megatron_ext.devices.copies import Copied
 
+    # The copy, what runs after it, and what stays alive until then.
+    _Job = tuple[Copied, Callable[[], None], object]
+
 
 class Afterwards:
     """A thread that runs callbacks in order, each after its copy, until the first error.
@@ -24,15 +27,16 @@ class Afterwards:
     def __init__(self, name: str, abort: Callable[[str], None]) -> None:
         self.error: BaseException | None = None
         self._abort = abort
-        self._jobs: queue.SimpleQueue[
-            tuple[Copied, Callable[[], None], object] | None
-        ] = queue.SimpleQueue()
+        # None ends the thread.
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._num_left = 0
         self._changed = threading.Condition()
         # Use a daemon thread: the interpreter joins all other threads before it runs the exit hook
         # that closes the transport.
         self._thread = threading.Thread(
-            target=self._run, name=f"megatron-ext {name}", daemon=True
+            target=self._run,
+            name=f"megatron-ext {name}",
+            daemon=True,
         )
         self._thread.start()
 
@@ -44,7 +48,8 @@ class Afterwards:
                 original error.
         """
         if isinstance(self.error, TransportError):
-            raise type(self.error)(str(self.error)) from self.error
+            error_class = type(self.error)
+            raise error_class(str(self.error)) from self.error
         if self.error is not None:
             raise TransportError(
                 f"a tensor could not be copied between device and host: {self.error}"

@@ -130,16 +130,18 @@ class DirectTransport:
             self._over_host = indirect
         # A dynamic order depends on which tensors are complete, so this thread sends another, empty
         # message once the tensor is in the buffer.
-        self._copies = Afterwards("copies", self.abort) if reports_copies else None
+        self._copies: Afterwards | None = None
+        if reports_copies:
+            self._copies = Afterwards("copies", self.abort)
         self._expected: dict[tuple[int, Message], Expected] = {}
         # Source and message of received tensors whose empty completion messages have not arrived.
         self._incomplete: list[tuple[int, Message]] = []
-        self._is_aborted = self._is_closed = False
-        self._peers = {
-            peer: _Peer()
-            for peer in host.stats().wires
-            if peers is None or peer in peers
-        }
+        self._is_aborted = False
+        self._is_closed = False
+        self._peers: dict[int, _Peer] = {}
+        for peer in host.stats().wires:
+            if peers is None or peer in peers:
+                self._peers[peer] = _Peer()
         self._stats = Stats(wires=dict.fromkeys(self._peers, "ipc"))
         for peer in self._peers:
             if rank < peer:
@@ -162,13 +164,15 @@ class DirectTransport:
         if self._indirect is not None:
             # Begin this step before announcing the notes: a transport over the same host also
             # starts the host's step.
-            self._indirect.begin(
-                [item for item in expected if item.source not in self._peers], slots
-            )
+            expected_indirectly = [
+                item for item in expected if item.source not in self._peers
+            ]
+            self._indirect.begin(expected_indirectly, slots)
         notes: list[Expected] = []
         self._expected = {}
         for item in expected:
-            source, message = item.source, item.message
+            source = item.source
+            message = item.message
             if source not in self._peers:
                 continue
             if message.for_host:
@@ -203,26 +207,26 @@ class DirectTransport:
         code = CODE_OF.get(tensor.dtype)
         if code is None:
             raise TransportError(f"{message}: tensors of {tensor.dtype} cannot be sent")
-        peer, shape = self._peers[target], tuple(tensor.shape)
+        peer = self._peers[target]
+        shape = tuple(tensor.shape)
         try:
             self._take_back(target)
             number, handle = self._lend(peer, tensor.nbytes)
             self._sharing.push(peer.lent[number], tensor)
         except RuntimeError as error:
             self._fail(f"{message} could not be copied for rank {target}", error)
-        head = _HEAD.pack(number, code, len(shape)) + struct.pack(
-            f"<{len(shape)}q", *shape
-        )
-        text = torch.frombuffer(bytearray(head + handle), dtype=torch.uint8)
+        num_dims = len(shape)
+        head = _HEAD.pack(number, code, num_dims)
+        sizes = struct.pack(f"<{num_dims}q", *shape)
+        text = torch.frombuffer(bytearray(head + sizes + handle), dtype=torch.uint8)
         if self._copies is None:
             self._host.isend(text, target, message)
         else:
             self._host.isend(text, target, message.notice)
             empty = torch.empty(0, dtype=text.dtype)
             say_complete = partial(self._host.isend, empty, target, message)
-            self._copies.after(
-                self._sharing.pushed(peer.lent[number]), say_complete, None
-            )
+            pushed = self._sharing.pushed(peer.lent[number])
+            self._copies.after(pushed, say_complete, None)
         self._stats.messages += 1
         self._stats.bytes += tensor.nbytes
 
@@ -249,17 +253,21 @@ class DirectTransport:
             text = self._host.recv(source, message.notice, timeout_s)
             self._incomplete.append((source, message))
             self._incomplete = [
-                (sender, name)
-                for sender, name in self._incomplete
-                if not self._host.drop(sender, name)
+                received
+                for received in self._incomplete
+                if not self._host.drop(*received)
             ]
         expected = self._expected.pop((source, message))
         content = text.numpy().tobytes()
         number, code, num_dims = _HEAD.unpack_from(content)
         sizes = struct.Struct(f"<{num_dims}q")
-        shape, dtype = sizes.unpack_from(content, _HEAD.size), DTYPE_OF[code]
-        handle = content[_HEAD.size + sizes.size :]
-        if dtype != expected.dtype or expected.shape not in (None, shape):
+        shape = sizes.unpack_from(content, _HEAD.size)
+        dtype = DTYPE_OF[code]
+        # A buffer's first message ends with its handle.
+        head_bytes = _HEAD.size + sizes.size
+        handle = content[head_bytes:]
+        has_expected_shape = expected.shape in (None, shape)
+        if dtype != expected.dtype or not has_expected_shape:
             raise MessageMismatch(
                 f"{message} from rank {source} has shape {shape} and {dtype}, expected shape "
                 f"{expected.shape or 'any'} and {expected.dtype}; give all ranks the same flags"
@@ -269,7 +277,8 @@ class DirectTransport:
             if handle:
                 mapped[number] = self._sharing.open(handle)
             buffer = mapped[number]
-            if math.prod(shape) * dtype.itemsize > buffer.num_bytes:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            if num_bytes > buffer.num_bytes:
                 raise RuntimeError(
                     f"{shape} of {dtype} exceeds {buffer.num_bytes} bytes"
                 )
@@ -279,12 +288,13 @@ class DirectTransport:
                 f"{message} could not be copied from the device of rank {source}", error
             )
         # The devices reuse the buffer only after this copy, so the note does not have to wait for
-        # the copy. The sender may already be gone.
-        with suppress(TransportError):
+        # the copy.
+        note = _RELEASE.pack(number)
+        if handle:
             # When a buffer is first used, send the handle that lets the peer wait for this copy.
-            self._host.note(
-                source, _RELEASE.pack(number) + (buffer.handle if handle else b"")
-            )
+            note += buffer.handle
+        with suppress(TransportError):  # the sender may already be gone
+            self._host.note(source, note)
         return tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
@@ -308,12 +318,12 @@ class DirectTransport:
         if self._indirect is not None:
             self._indirect.flush(timeout_s)
         if self._copies is not None:
-            self._copies.finish(max(0.0, deadline_s - time.perf_counter()))
+            self._copies.finish(_remaining_s(deadline_s))
         while self._incomplete:
             source, message = self._incomplete[0]
-            self._host.recv(source, message, max(0.0, deadline_s - time.perf_counter()))
+            self._host.recv(source, message, _remaining_s(deadline_s))
             self._incomplete.pop(0)
-        self._host.flush(max(0.0, deadline_s - time.perf_counter()))
+        self._host.flush(_remaining_s(deadline_s))
 
     def abort(self, reason: str) -> None:
         """Abort. The transport cannot be used afterwards.
@@ -349,7 +359,8 @@ class DirectTransport:
                 self._final_copies.stop(0.0)
                 return
             self._await_peers(lambda peer: not peer.lent, _TAKEN_S)
-            self._final_copies.after(self._sharing.copied(), lambda: None, None)
+            copied = self._sharing.copied()
+            self._final_copies.after(copied, lambda: None, None)
             if not self._final_copies.stop(_TAKEN_S):
                 _log.warning(
                     "the device did not finish its copies within %g s", _TAKEN_S
@@ -374,12 +385,14 @@ class DirectTransport:
             # A peer that has not answered may still be reading its buffers; the driver frees them
             # at exit.
             if peer.has_unmapped:
-                for buffer in (*peer.free.values(), *peer.lent.values()):
+                buffers = [*peer.free.values(), *peer.lent.values()]
+                for buffer in buffers:
                     self._sharing.free(buffer)
 
     def stats(self) -> Stats:
         """Return the totals since the transport was opened."""
-        direct = replace(self._stats, waited_s=self._host.stats().waited_s)
+        host = self._host.stats()
+        direct = replace(self._stats, waited_s=host.waited_s)
         if self._indirect is None:
             return direct
         indirect = self._indirect.stats()
@@ -404,7 +417,8 @@ class DirectTransport:
         # buffers thus equals the peak number of messages in flight, which is bounded by the
         # schedule and by how far hosts run ahead.
         longest_too_short = 0
-        for number in sorted(peer.free, key=lambda number: peer.free[number].num_bytes):
+        by_size = sorted(peer.free, key=lambda number: peer.free[number].num_bytes)
+        for number in by_size:
             buffer = peer.free[number]
             if buffer.num_bytes < num_bytes:
                 longest_too_short = buffer.num_bytes
@@ -415,7 +429,8 @@ class DirectTransport:
         # growing messages would leave behind many buffers that are too small for later messages. No
         # buffer is freed before the end, because freeing device memory blocks the host.
         number = len(peer.free) + len(peer.lent)
-        buffer = self._sharing.make(max(num_bytes, 3 * longest_too_short // 2))
+        lower_bound = 3 * longest_too_short // 2
+        buffer = self._sharing.make(max(num_bytes, lower_bound))
         peer.lent[number] = buffer
         return number, buffer.handle
 
@@ -427,7 +442,8 @@ class DirectTransport:
             if number == _FAREWELL:
                 peer.has_unmapped = True
             else:
-                buffer = peer.free[number] = peer.lent.pop(number)
+                buffer = peer.lent.pop(number)
+                peer.free[number] = buffer
                 handle = note[_RELEASE.size :]
                 # While this transport is closing, the peer may already have exited, which
                 # invalidates its handle.
@@ -442,7 +458,9 @@ class DirectTransport:
             with suppress(TransportError):
                 self._take_back(source)
                 while not is_done(peer):
-                    self._take_back(source, max(1e-3, deadline - time.monotonic()))
+                    remaining_s = deadline - time.monotonic()
+                    # Never 0: only a time-out above 0 raises the error that ends this loop.
+                    self._take_back(source, max(1e-3, remaining_s))
 
     def _fail(self, problem: str, error: RuntimeError) -> NoReturn:
         """Raise the cause of a failed copy: a lost peer, or else the device's error."""
@@ -451,9 +469,15 @@ class DirectTransport:
         except PeerAborted as lost:
             raise PeerAborted(f"{problem} ({error}); {lost}", lost.reason) from error
         except TransportError as lost:
-            raise type(lost)(f"{problem} ({error}); {lost}") from error
+            error_class = type(lost)
+            raise error_class(f"{problem} ({error}); {lost}") from error
         self.abort(f"{problem}: {error}")
         raise TransportError(f"{problem}: {error}") from error
+
+
+def _remaining_s(deadline_s: float) -> float:
+    """Return the seconds until a deadline (time.perf_counter), or 0 after it."""
+    return max(0.0, deadline_s - time.perf_counter())
 
 
 class Reach(NamedTuple):
@@ -486,7 +510,8 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
         peers: Global ranks of the peers; each of them lists this rank too.
         make_sharing: Creates the memory sharing for this rank's device; may raise DeviceError.
     """
-    me, world_size = dist.get_rank(), dist.get_world_size()
+    me = dist.get_rank()
+    world_size = dist.get_world_size()
     # Drivers report problems only when one process maps another's memory, and both
     # processes must reach the same decision. So each rank offers a small buffer, its
     # peers on the same host map it, and all ranks exchange the results before any
@@ -520,9 +545,11 @@ def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> R
     dist.all_gather_object(reasons_by_rank, my_reasons)
     if sharing is not None and buffer is not None:
         sharing.free(buffer)  # all peers have unmapped it
-    reasons = {
-        peer: reasons_by_rank[peer][me] for peer in peers if me in reasons_by_rank[peer]
-    }
+    reasons: dict[int, str] = {}
+    for peer in peers:
+        reasons_of_peer = reasons_by_rank[peer]
+        if me in reasons_of_peer:
+            reasons[peer] = reasons_of_peer[me]
     # If both ranks have a reason, prefer this rank's, because it says more about this
     # rank's device.
     reasons.update(my_reasons)

@@ -49,9 +49,9 @@ class RdmaProbe(NamedTuple):
     @property
     def why_not(self) -> str:
         """The finding and its remedy, in one line; empty if this host can use RDMA."""
-        return (
-            "" if self.usable else "; ".join(filter(None, [self.finding, self.remedy]))
-        )
+        if self.usable:
+            return ""
+        return "; ".join(filter(None, [self.finding, self.remedy]))
 
 
 def probe_rdma(address: str | None = None, *, sysfs: str = "/sys") -> RdmaProbe:
@@ -73,12 +73,10 @@ def probe_rdma(address: str | None = None, *, sysfs: str = "/sys") -> RdmaProbe:
         return RdmaProbe(False, f"native module: {error}")
     except ValueError as error:
         raise TransportError(str(error)) from error
-    _log.debug(
-        "RDMA: %s", "; ".join(f"{step.step}: {step.text}" for step in probe_steps)
-    )
+    findings = "; ".join(f"{step.step}: {step.text}" for step in probe_steps)
+    _log.debug("RDMA: %s", findings)
     last = probe_steps[-1]  # the first step that failed, if any did
     if not last.is_good:
         return RdmaProbe(False, f"{last.step}: {last.text}", last.remedy)
-    return RdmaProbe(
-        True, next(step.text for step in probe_steps if step.step == "port")
-    )
+    port = next(step.text for step in probe_steps if step.step == "port")
+    return RdmaProbe(True, port)

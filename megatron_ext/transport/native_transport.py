@@ -95,7 +95,7 @@ class Tags(dict[Message, int]):
     def __missing__(self, message: Message) -> int:
         """Compute and store a message's tag."""
         tag = _KINDS[message.kind]
-        for value, num_bits in (
+        fields = (
             (int(message.launched), 1),
             (int(message.header), 1),
             (message.part, _PART_BITS),
@@ -103,7 +103,8 @@ class Tags(dict[Message, int]):
             (message.stage, _STAGE_BITS),
             (message.microbatch, _MICROBATCH_BITS),
             (0, _STEP_BITS),
-        ):
+        )
+        for value, num_bits in fields:
             if value >= 1 << num_bits:
                 raise TransportError(
                     f"{message} exceeds the limits of message tags: a step has at most "
@@ -222,12 +223,13 @@ class NativeTransport:
         self._for_device = for_device
         # (address, size in bytes) of the buffers, and of the slots on all links.
         self._memory: list[tuple[int, int]] = []
-        num_over_tcp = list(self._wires.values()).count("tcp")
+        wires = list(self._wires.values())
+        num_over_tcp = wires.count("tcp")
         if for_device and num_over_tcp > 0:
             # Allocate fixed memory for TCP arrivals before any peer can send.
-            self._memory.append(
-                self._endpoint.add_buffers(num_over_tcp * ((slots + 1) // 2))
-            )
+            num_buffers_per_peer = (slots + 1) // 2
+            num_buffers = num_over_tcp * num_buffers_per_peer
+            self._memory.append(self._endpoint.add_buffers(num_buffers))
         rdma_port = _RdmaPort(ip or "", rail)
         try:
             self._link_peers(connections, connect_timeout_s, silence_s, rdma_port)
@@ -237,8 +239,9 @@ class NativeTransport:
         # By default, spin only if each rank has its own CPU: a spinning rank slows down other ranks
         # on the same CPU.
         if spin_s is None:
-            num_local = ranks_per_node or 1 + list(self._wires.values()).count("shm")
-            spin_s = _SPIN_S if num_local <= len(os.sched_getaffinity(0)) else 0.0
+            num_local = ranks_per_node or 1 + wires.count("shm")
+            num_cpus = len(os.sched_getaffinity(0))
+            spin_s = _SPIN_S if num_local <= num_cpus else 0.0
         self._endpoint.set_spin(spin_s)
 
     def _link_peers(
@@ -358,7 +361,11 @@ class NativeTransport:
         return self._memory
 
     def reserve(
-        self, target: int, message: Message, shape: torch.Size, dtype: torch.dtype
+        self,
+        target: int,
+        message: Message,
+        shape: torch.Size,
+        dtype: torch.dtype,
     ) -> NativeMessage | None:
         """Return a message for a device to fill, in memory that can be sent without a copy.
 
@@ -411,10 +418,9 @@ class NativeTransport:
             )
         shape = expected.shape
         dtype = expected.dtype
+        capsule_code = CAPSULE_CODE_OF.get(dtype, 0)
         try:
-            arrived = endpoint.take(
-                source, tag, timeout_s, CAPSULE_CODE_OF.get(dtype, 0)
-            )
+            arrived = endpoint.take(source, tag, timeout_s, capsule_code)
         # Some received message is damaged, but not necessarily this one.
         except TransportError as error:
             raise TransportError(
@@ -446,9 +452,10 @@ class NativeTransport:
 
         Return whether it had arrived.
         """
-        name = (source, self._tags[message] | self._step)
-        if self._usable().take(*name, 0.0) is None:
+        tag = self._tags[message] | self._step
+        if self._usable().take(source, tag, 0.0) is None:
             return False
+        name = (source, tag)
         self._expected.pop(name, None)
         self._unreported.pop(name, None)
         return True
@@ -502,11 +509,9 @@ class NativeTransport:
         self._send(target, NOTE, content)
 
     def _send(self, target: int, tag: int, content: bytes) -> None:
-        text = (
-            torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            if content
-            else _EMPTY
-        )
+        text = _EMPTY
+        if content:  # `frombuffer` rejects an empty buffer
+            text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         code = CODE_OF[text.dtype]
         self._usable().send(target, tag, code, text.shape, text.data_ptr(), text)
 
@@ -521,20 +526,22 @@ class NativeTransport:
         if arrived is None and timeout_s > 0:
             problem = f"rank {source} did not answer: {self._waited(endpoint)}"
             raise self._failure(problem, source, None, timeout_s)
-        return None if arrived is None else bytes(memoryview(arrived))  # type: ignore[arg-type]
+        if arrived is None:
+            return None
+        return bytes(memoryview(arrived))  # type: ignore[arg-type]
 
     def flush(self, timeout_s: float) -> None:
         """Wait until the receivers can take all messages that were sent."""
         endpoint = self._usable()
         if not endpoint.flush(timeout_s):
             peers = self._usable().peers()  # raises if another thread has aborted
-            target = next((peer.rank for peer in peers if peer.num_queued), None)
-            if target is None:
+            targets = [peer.rank for peer in peers if peer.num_queued]
+            if not targets:
                 return  # the last message was sent between the time-out and this check
-            problem = f"rank {target} did not receive the messages sent to it: "
-            raise self._failure(
-                problem + self._waited(endpoint), target, None, timeout_s
-            )
+            target = targets[0]
+            waited = self._waited(endpoint)
+            problem = f"rank {target} did not receive the messages sent to it: {waited}"
+            raise self._failure(problem, target, None, timeout_s)
 
     def abort(self, reason: str) -> None:
         """Abort: waiting peers and later calls fail immediately."""
@@ -547,7 +554,8 @@ class NativeTransport:
             text = reason.encode(errors="replace").decode()
             # Forward a peer's reason unchanged; otherwise each rank along the way would add a
             # prefix.
-            if text not in [report.reason for report in self._endpoint.peers()]:
+            reasons = [report.reason for report in self._endpoint.peers()]
+            if text not in reasons:
                 text = f"rank {self._rank}: {text}"
             self._endpoint.abort(text)
 
@@ -590,11 +598,14 @@ class NativeTransport:
         reports = self._usable().peers()
         waited_s = time.perf_counter() - begin_s
         problem = f"no message can arrive: waited {waited_s:.1f} s"
-        if any(report.state in ("died", "aborted") for report in reports):
+        states = {report.state for report in reports}
+        if "died" in states or "aborted" in states:
             raise self._failure(problem, self._rank, None, 0.0)
-        if reports and all(report.state == "closed" for report in reports):
+        if states == {"closed"}:
             raise PeerClosed(f"{problem}; all peers closed their transports")
-        expected = Counter(source for source, _ in list(self._expected))
+        # Copy the names at once: `abort` in another thread may clear `_expected` at any time.
+        names = list(self._expected)
+        expected = Counter(source for source, _ in names)
         for report in reports:
             if report.state == "closed" and report.num_arrived < expected[report.rank]:
                 problem = f"messages from rank {report.rank} cannot arrive: waited {waited_s:.1f} s"
@@ -620,7 +631,8 @@ class NativeTransport:
             return f"rank {report.rank} on host {self._hosts[report.rank]} (wire {report.wire})"
 
         # Put `peer` first: losing `peer` may have caused the loss of other peers.
-        reports = sorted(self._usable().peers(), key=lambda report: report.rank != peer)
+        reports = list(self._usable().peers())
+        reports.sort(key=lambda report: report.rank != peer)
         for report in reports:
             if report.state == "aborted":
                 text = f"{problem}; {place(report)} gave up: {report.reason}"

@@ -37,7 +37,11 @@ class TransportObserver:
         """The rank starts to receive a message from global rank `source`."""
 
     def end_receive(
-        self, message: Message, source: int, num_bytes: int, waited_s: float
+        self,
+        message: Message,
+        source: int,
+        num_bytes: int,
+        waited_s: float,
     ) -> None:
         """The rank has received the message, a tensor of `num_bytes`.
 
@@ -80,7 +84,8 @@ def observed(transport: Transport, observers: Sequence[TransportObserver]) -> Tr
 
 def _hears_messages(observer: TransportObserver) -> bool:
     for event in _MESSAGE_EVENTS:
-        if getattr(type(observer), event) is not getattr(TransportObserver, event):
+        default = getattr(TransportObserver, event)
+        if getattr(type(observer), event) is not default:
             return True
     return False
 
@@ -92,8 +97,10 @@ class ObservedTransport:
         self._transport = transport
         self._observer = observer
         # Calls to these methods are not reported.
-        self.wake, self.abort = transport.wake, transport.abort
-        self.close, self.stats = transport.close, transport.stats
+        self.wake = transport.wake
+        self.abort = transport.abort
+        self.close = transport.close
+        self.stats = transport.stats
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step."""

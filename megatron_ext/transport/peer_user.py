@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import socket
 import struct
-import sys
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
@@ -41,12 +40,19 @@ def user_of_peer(link: socket.socket) -> int | None:
     # connection. Accept a connection in any state, because a peer that has half closed it can still
     # receive.
     for table, spelled in _SPELLINGS.items():
-        ends = f" {spelled(peer_ip)}:{peer_port:04X} {spelled(ip)}:{port:04X} "
+        peer_end = f"{spelled(peer_ip)}:{peer_port:04X}"
+        own_end = f"{spelled(ip)}:{port:04X}"
+        ends = f" {peer_end} {own_end} "
         with suppress(OSError):  # a kernel without IPv6 has no tcp6
-            for line in (_NET / table).read_text(encoding="ascii").splitlines():
+            connections = (_NET / table).read_text(encoding="ascii")
+            for line in connections.splitlines():
                 if ends in line:
+                    # The columns of proc(5), /proc/net/tcp. A line with fewer raises ValueError.
                     _, _, _, _, _, _, _, user, _, inode, *_ = line.split()
-                    return int(user) if int(inode) else NOBODY
+                    # Without an inode, no process has the peer's end open.
+                    if int(inode) == 0:
+                        return NOBODY
+                    return int(user)
     return None
 
 
@@ -69,8 +75,8 @@ def _in_ipv6(address: str) -> str:
 
 def _words(ip: IPv4Address | IPv6Address) -> str:
     """Return the 32-bit words of an address in hex, each in this machine's byte order."""
-    words = [ip.packed[start : start + 4] for start in range(0, len(ip.packed), 4)]
-    return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
+    words = struct.iter_unpack("=I", ip.packed)
+    return "".join(f"{word:08X}" for (word,) in words)
 
 
 _SPELLINGS = {"tcp": _in_ipv4, "tcp6": _in_ipv6}

@@ -98,12 +98,12 @@ class _Reception:
         """Yield connections, each with its first line, until a deadline (time.monotonic)."""
         while (now := time.monotonic()) < deadline:
             self._refuse_late(now)
-            next_deadline = min(
-                [deadline, *(visit.deadline for visit in self._visits.values())]
-            )
+            deadlines = [visit.deadline for visit in self._visits.values()]
+            next_deadline = min([deadline, *deadlines])
             # Sleep for a limited time: NVRx raises an exception in this thread, which takes effect
             # only after the sleep.
-            for key, _ in self._selector.select(min(next_deadline - now, _TURN_S)):
+            sleep_s = min(next_deadline - now, _TURN_S)
+            for key, _ in self._selector.select(sleep_s):
                 link: socket.socket = key.fileobj  # type: ignore[assignment]
                 if link in self._listeners:
                     self._accept(link)
@@ -119,7 +119,8 @@ class _Reception:
                 oldest = next(iter(self._visits))
                 self._refuse(oldest, "too many connections have not sent a hello")
             visitor.setblocking(False)
-            self._visits[visitor] = _Visit(b"", time.monotonic() + HELLO_S)
+            deadline = time.monotonic() + HELLO_S
+            self._visits[visitor] = _Visit(b"", deadline)
             self._selector.register(visitor, selectors.EVENT_READ)
 
     def _read(self, link: socket.socket) -> bytes | None:
@@ -182,15 +183,15 @@ class _Rendezvous:
         lower = {peer for peer in peers if peer < self._rank}
         with ExitStack() as open_until_done:
             listeners = self._listen(open_until_done, len(lower), ip)
-            self._store.set(
-                f"{self._prefix}{self._rank}", json.dumps(asdict(self._my_address))
-            )
+            published = json.dumps(asdict(self._my_address))
+            self._store.set(f"{self._prefix}{self._rank}", published)
             connections: dict[int, Connection] = {}
             try:
                 # If a pair has no common wire, the client raises an error; raise it on the server
                 # too.
                 for peer in sorted(lower):
-                    choose_wire(self._rank, self._my_address, peer, self._address(peer))
+                    address = self._address(peer)
+                    choose_wire(self._rank, self._my_address, peer, address)
                 # Read the answers last, so that no rank waits for higher ranks before it has
                 # answered lower ranks.
                 for peer in higher:
@@ -211,16 +212,15 @@ class _Rendezvous:
     def _give_up(self, reason: str, connections: Mapping[int, Connection]) -> None:
         """Publish the reason to all known peers, and wake those that this rank has connected to."""
         secrets_of_peers = [address.secret for address in self._peer_addresses.values()]
-        note = {"reason": reason, "to": secrets_of_peers}
-        self._store.set(
-            f"{self._prefix}{self._rank}", _GAVE_UP.decode() + json.dumps(note)
-        )
+        note = json.dumps({"reason": reason, "to": secrets_of_peers})
+        self._store.set(f"{self._prefix}{self._rank}", _GAVE_UP.decode() + note)
         for peer in connections.keys() - range(self._rank):
             wire = connections[peer].wire
             address = self._peer_addresses[peer]
             with suppress(OSError, TransportError):  # the peer has exited too
                 ring = f"{self._rank} gave up\n"
-                self._connected(wire, peer, address, _RING_S, ring).close()
+                link = self._connected(wire, peer, address, _RING_S, ring)
+                link.close()
 
     def _listen(
         self, stack: ExitStack, num_lower: int, ip: str | None
@@ -246,17 +246,15 @@ class _Rendezvous:
                 ) from error
             tcp.listen(num_lower + _BACKLOG)
             tcp.setblocking(False)
-            self._my_address = replace(
-                self._my_address, ip=ip, port=tcp.getsockname()[1]
-            )
+            port = tcp.getsockname()[1]
+            self._my_address = replace(self._my_address, ip=ip, port=port)
             listeners.append(tcp)
         return listeners
 
     def _address(self, peer: int) -> Address:
+        key = f"{self._prefix}{peer}"
         try:
-            while (text := self._store.get(f"{self._prefix}{peer}")).startswith(
-                _GAVE_UP
-            ):
+            while (text := self._store.get(key)).startswith(_GAVE_UP):
                 note = json.loads(text.removeprefix(_GAVE_UP))
                 if self._my_address.secret in note["to"]:
                     raise TransportError(
@@ -300,8 +298,9 @@ class _Rendezvous:
         address = self._address(peer)
         wire, reason = choose_wire(self._rank, self._my_address, peer, address)
         left_s = self._left_s(f"rank {peer} to listen")
+        hello = self._hello(address)
         try:
-            link = self._connected(wire, peer, address, left_s, self._hello(address))
+            link = self._connected(wire, peer, address, left_s, hello)
         except (ConnectionError, BlockingIOError):
             raise
         except OSError as error:  # for example a time-out or a missing route
@@ -321,7 +320,12 @@ class _Rendezvous:
         return f"{self._rank} {address.secret} {self._my_address.secret}\n"
 
     def _connected(
-        self, wire: str, peer: int, address: Address, left_s: float, hello: str
+        self,
+        wire: str,
+        peer: int,
+        address: Address,
+        left_s: float,
+        hello: str,
     ) -> socket.socket:
         if wire == "shm":
             link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -335,9 +339,8 @@ class _Rendezvous:
             link.settimeout(left_s)
             if wire == "shm":
                 link.connect(f"\0{address.name}")
-                self._require_same_user(
-                    link, f"the process that listens as rank {peer}"
-                )
+                process = f"the process that listens as rank {peer}"
+                self._require_same_user(link, process)
             link.sendall(hello.encode())
         except BaseException:
             link.close()
@@ -351,9 +354,8 @@ class _Rendezvous:
         connections: dict[int, Connection],
     ) -> None:
         """Wait for calls from all lower ranks and add their connections."""
-        with _Reception(
-            self._rank, listeners, len(lower) + _MAX_STRANGERS
-        ) as reception:
+        max_visits = len(lower) + _MAX_STRANGERS
+        with _Reception(self._rank, listeners, max_visits) as reception:
             hellos = reception.hellos(self._deadline)
             while lower:
                 link, hello = next(hellos, (None, b""))
@@ -382,9 +384,11 @@ class _Rendezvous:
             if not secrets.compare_digest(peer_secrets, published_secrets):
                 raise TransportError("it did not present the secrets of this run")
             wire, _ = choose_wire(self._rank, self._my_address, peer, address)
-            if (wire == "shm") != (link.family == socket.AF_UNIX):
+            is_unix = link.family == socket.AF_UNIX
+            if is_unix != (wire == "shm"):
                 raise TransportError(f"rank {peer} did not connect over {wire}")
-            link.settimeout(self._left_s(f"rank {peer} to read the answer"))
+            left_s = self._left_s(f"rank {peer} to read the answer")
+            link.settimeout(left_s)
             link.sendall(self._my_address.secret.encode())
         except (TransportError, OSError, ValueError) as error:
             _log.warning("rank %d refused a connection: %s", self._rank, error)

@@ -62,7 +62,8 @@ class StagedTransport:
             if not copies.pin(address, num_bytes):
                 break  # pin() logs the reason, and the remaining blocks would fail too
             self._pinned.append(address)
-        self._writes_slots = bool(memory) and len(self._pinned) == len(memory)
+        is_all_pinned = len(self._pinned) == len(memory)
+        self._writes_slots = bool(memory) and is_all_pinned
         if self._writes_slots:
             total = sum(num_bytes for _, num_bytes in memory)
             _log.info("pinned %d MiB of memory for messages", total >> 20)
@@ -127,10 +128,11 @@ class StagedTransport:
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all sends are copied to the host and the receivers can take them."""
-        begin_s = time.perf_counter()
+        deadline_s = time.perf_counter() + timeout_s
         self._drain(timeout_s)
+        remaining_s = max(0.0, deadline_s - time.perf_counter())
         try:
-            self._host.flush(max(0.0, begin_s + timeout_s - time.perf_counter()))
+            self._host.flush(remaining_s)
         except TransportError as error:
             self._raise(error)
 
@@ -156,7 +158,8 @@ class StagedTransport:
     def stats(self) -> Stats:
         """Return the host transport's totals, including the waits for copies."""
         stats = self._host.stats()
-        return replace(stats, waited_s=stats.waited_s + self._drained_s)
+        waited_s = stats.waited_s + self._drained_s
+        return replace(stats, waited_s=waited_s)
 
     def _drain(self, timeout_s: float) -> None:
         begin_s = time.perf_counter()

@@ -26,6 +26,9 @@ from megatron_ext.transport.dtypes import plain
 if TYPE_CHECKING:
     from megatron_ext.message import Message, MessageKind
 
+    # A target's sends in progress, oldest first, each with the tensor that it reads.
+    _Sends = deque[tuple[dist.Work, torch.Tensor]]
+
 _MAX_DIMS = 7
 # Prefix of the store keys under which ranks publish why they abort.
 _ABORTED = "megatron_ext/aborted"
@@ -105,9 +108,7 @@ class TorchTransport:
         # Receives in progress, by source and message.
         self._posted: dict[tuple[int, Message], _Posted] = {}
         # Sends in progress, by target.
-        self._sent: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(
-            deque
-        )
+        self._sent: dict[int, _Sends] = defaultdict(deque)
         self._slots = 1
         # Largest number of tensors in any message from this rank so far.
         self._parts = 1
@@ -117,7 +118,8 @@ class TorchTransport:
         # An earlier transport in this job may have set this key.
         _store().delete_key(f"{_ABORTED}/{self._me}")
         wire = f"torch.distributed, {dist.get_backend()}"
-        peers = set[int]().union(*self._groups) - {self._me}
+        ranks = set[int]().union(*self._groups)
+        peers = ranks - {self._me}
         self._stats = Stats(wires=dict.fromkeys(peers, wire))
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
@@ -150,11 +152,13 @@ class TorchTransport:
                 raise TransportError(
                     f"a message has at most {_MAX_DIMS} dimensions, got {tensor.ndim}"
                 )
-            sizes = [tensor.ndim, *tensor.shape, *[0] * (_MAX_DIMS - tensor.ndim)]
+            padding = [0] * (_MAX_DIMS - tensor.ndim)
+            sizes = [tensor.ndim, *tensor.shape, *padding]
             header = torch.tensor(sizes, dtype=torch.int64, device=self._device)
             parts.insert(0, (header, True))
         for part, is_header in parts:
-            work = dist.isend(part, target, group, tag=self._tag(message, is_header))
+            tag = self._tag(message, is_header)
+            work = dist.isend(part, target, group, tag=tag)
             assert work is not None
             sent.append((work, part))
         self._stats.messages += 1
@@ -248,9 +252,8 @@ class TorchTransport:
     def _post(self, item: Expected) -> None:
         source, message, shape, dtype, _ = item
         if self._shapes_travel:
-            posted = self._start_recv(
-                item, (1 + _MAX_DIMS,), torch.int64, is_header=True
-            )
+            header_shape = (1 + _MAX_DIMS,)
+            posted = self._start_recv(item, header_shape, torch.int64, is_header=True)
             if self._one_by_one:
                 posted = self._post_message(posted, self._timeout_s)
         elif shape is None:
@@ -265,8 +268,9 @@ class TorchTransport:
         """Wait for a header and start receiving its message."""
         source, message, _, dtype, _ = header.expected
         self._wait(header.work, source, message, timeout_s)
-        ndim, *shape = header.tensor.tolist()
-        return self._start_recv(header.expected, tuple(shape[:ndim]), dtype)
+        ndim, *padded_shape = header.tensor.tolist()
+        shape = tuple(padded_shape[:ndim])
+        return self._start_recv(header.expected, shape, dtype)
 
     def _start_recv(
         self,
@@ -278,9 +282,8 @@ class TorchTransport:
     ) -> _Posted:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         group = self._groups[item.source, self._me]
-        work = dist.irecv(
-            tensor, item.source, group, tag=self._tag(item.message, is_header)
-        )
+        tag = self._tag(item.message, is_header)
+        work = dist.irecv(tensor, item.source, group, tag=tag)
         assert work is not None
         return _Posted(work, tensor, item, is_header)
 
@@ -291,11 +294,10 @@ class TorchTransport:
         """
         if not self._matches_tags:
             return 0
-        if (
-            message.stage >= 1 << 9
-            or message.microbatch >= 1 << 14
-            or message.part >= 7
-        ):
+        is_in_limits = (
+            message.stage < 1 << 9 and message.microbatch < 1 << 14 and message.part < 7
+        )
+        if not is_in_limits:
             raise TransportError(
                 f"{message} exceeds the limits of message tags: a step has at most 512 stages, "
                 f"16384 micro-batches and 7 tensors in each message; use fewer micro-batches"
@@ -303,9 +305,13 @@ class TorchTransport:
         # Slices may share a tag: messages with the same tag arrive in sending order,
         # which is the order of the posted receives.
         part = 7 if message.header else message.part
-        tag = ((message.microbatch << 9 | message.stage) << 3 | part) << 2
-        tag |= _KINDS.index(message.kind)
-        return tag << 2 | is_header << 1 | self._step & 1 | 1 << 30
+        tag = message.microbatch
+        tag = tag << 9 | message.stage
+        tag = tag << 3 | part
+        tag = tag << 2 | _KINDS.index(message.kind)
+        tag = tag << 1 | is_header
+        tag = tag << 1 | self._step & 1
+        return 1 << 30 | tag
 
     def _wait(
         self,
@@ -333,11 +339,12 @@ class TorchTransport:
             else:
                 work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
+            waited_s = time.perf_counter() - begin
             problem = f"rank {peer} did not receive what rank {self._me} sent"
             if message is not None:
                 problem = f"{message} did not come from rank {peer}"
             raise TransportError(
-                f"{problem}: waited {time.perf_counter() - begin:.1f} s of {timeout_s:g} s; "
+                f"{problem}: waited {waited_s:.1f} s of {timeout_s:g} s; "
                 f"{_reason(peer, error)}"
             ) from error
         if message is not None:
@@ -357,11 +364,13 @@ def groups_of_ranks(
     # pipeline (for example because of embedding groups), so two ranks would wait for
     # each other forever under different names.
     sets_of_rank = sorted(set(sets))
-    sets_by_rank: list[list[_Members]] = [[] for _ in range(dist.get_world_size())]
+    world_size = dist.get_world_size()
+    sets_by_rank: list[list[_Members]] = [[] for _ in range(world_size)]
     dist.all_gather_object(sets_by_rank, sets_of_rank)
     groups = {}
     timeout = timedelta(seconds=timeout_s)
-    for members in sorted(set(chain.from_iterable(sets_by_rank))):
+    sets_of_all = set(chain.from_iterable(sets_by_rank))
+    for members in sorted(sets_of_all):
         # Any, because in torch 2.15 the result type includes a value for ranks outside the group.
         group: Any = dist.new_group(sorted(members), timeout=timeout, backend=backend)
         if members in sets_of_rank:
@@ -376,9 +385,14 @@ def _store() -> Any:
 def _reason(peer: int, error: Exception) -> str:
     """Return a peer's reason for aborting, or the error from torch.distributed."""
     key = f"{_ABORTED}/{peer}"
-    reason = _in_time(
-        lambda: _store().get(key).decode() if _store().check([key]) else None
-    )
+
+    def published() -> Any:
+        # `get` would wait for a key that does not exist.
+        if not _store().check([key]):
+            return None
+        return _store().get(key).decode()
+
+    reason = _in_time(published)
     text = str(error) if reason is None else f"it aborted: {reason}"
     return text.partition("\n")[0]
 
