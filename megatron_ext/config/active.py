@@ -130,14 +130,18 @@ class Pipeline:
         # Without `dynamic`, schedule and transport would have other defaults, so set
         # both.
         config = replace(
-            self.config, schedule=self.name, dynamic=None, transport=self.config.wire
+            self.config,
+            schedule=self.name,
+            dynamic=None,
+            transport=self.config.wire,
         )
         return replace(self, config=config)
 
     def with_attention(self, share: float) -> Pipeline:
         """Return this pipeline with slices for the given share of attention in a forward pass."""
         costs = replace(self.costs, attention=share)
-        return replace(self, config=replace(self.config, costs=costs))
+        config = replace(self.config, costs=costs)
+        return replace(self, config=config)
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return the table for this many micro-batches per replica, which is generated only once.
@@ -202,21 +206,18 @@ class Pipeline:
         # A table loaded from a file may contain pairs that this job does not use. Run
         # the two actions of such a pair one after the other.
         if table.pairs and not config.pairs:
-            table = replace(
-                table, pairs=(), options={**table.options, "pairs": "apart"}
-            )
+            options = {**table.options, "pairs": "apart"}
+            table = replace(table, pairs=(), options=options)
         # Keep activations on one twin; see `schedule`.
         if len(table.placement.twin_hops) % 2:
-            table = replace(
-                table, placement=replace(table.placement, twin_hops=frozenset())
-            )
+            placement = replace(table.placement, twin_hops=frozenset())
+            table = replace(table, placement=placement)
         if config.dynamic is not None and self.splits:
             # W may fill any idle time only if it comes from this split. If the table
             # already contains W, the table determines where they run. With recomputed
             # layers, W runs right after I.
-            self._fills[num_microbatches] = not (
-                table.splits_backward or config.weights_at_once
-            )
+            places_weights = table.splits_backward or config.weights_at_once
+            self._fills[num_microbatches] = not places_weights
             table = split_backwards(table)
         if config.weights_at_once:
             table = weights_at_once(table)
@@ -238,14 +239,15 @@ class Pipeline:
         """Return a function that creates a rank's policy for a table generated with `costs`."""
         dynamic = self.config.dynamic
         assert dynamic is not None, "a static schedule has no policy"
-        extra_activations = (
-            self.margin_by_length if table.slice_sizes else dynamic.margin
-        )
+        extra_activations = dynamic.margin
+        if table.slice_sizes:
+            extra_activations = self.margin_by_length
+        weights_fill = self._fills.get(table.num_microbatches, False)
         return policies(
             dynamic.policy,
             table,
             extra_activations=extra_activations,
-            weights_fill=self._fills.get(table.num_microbatches, False),
+            weights_fill=weights_fill,
             costs=costs,
             stash_ratio=self.config.stash_ratio,
         )
@@ -382,7 +384,9 @@ class Active:
         for state in (self.runtimes, self.roles, self.host):
             if state is not None:
                 state.close()
-        self.runtimes = self.roles = self.host = None
+        self.runtimes = None
+        self.roles = None
+        self.host = None
 
 
 @dataclass
@@ -550,7 +554,6 @@ def seed_of(*key: int | str) -> int:
         )
     # Do not use `hash()`: Python randomizes string hashes per process, so each rank
     # would get a different seed.
-    digest = hashlib.blake2b(
-        repr((in_force.seed, *key)).encode(), digest_size=8
-    ).digest()
+    text = repr((in_force.seed, *key))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -60,7 +60,8 @@ def question_of(
     Raises:
         ArgumentsError: The sizes are inconsistent, or the run in the folder has different sizes.
     """
-    cut = UserCut.of(vars(args))
+    settings = vars(args)
+    cut = UserCut.of(settings)
     pp = cut.sizes.pipeline_model_parallel_size
     if pp < 2:
         raise ArgumentsError(
@@ -70,7 +71,8 @@ def question_of(
         )
     batches = _batches(args)
     # The settings read below follow from the sizes alone, so they are the same for every schedule.
-    reference = completed(vars(args), cut, replace(config, schedule=choice.REFERENCE))
+    reference_config = replace(config, schedule=choice.REFERENCE)
+    reference = completed(settings, cut, reference_config)
     # Megatron uses one stage per rank if no flag sets the number, so do not treat 1 as the user's
     # choice.
     chunks = cut.chunks_if_even
@@ -106,7 +108,10 @@ def configured(config: PipelineConfig, candidate: Candidate) -> PipelineConfig:
     """Return the configuration with a candidate's schedule."""
     costs = candidate.costs or config.costs
     return replace(
-        config, schedule=candidate.schedule, chunks=candidate.chunks, costs=costs
+        config,
+        schedule=candidate.schedule,
+        chunks=candidate.chunks,
+        costs=costs,
     )
 
 
@@ -163,7 +168,11 @@ def _room_for_waiting(
         raise ArgumentsError("the memory of the job's devices is unknown")
     # `question_of` describes a job for any schedule, so remove this schedule's settings.
     undecided = replace(
-        config, schedule=AUTO, chunks=None, options={}, waiting_weights=0
+        config,
+        schedule=AUTO,
+        chunks=None,
+        options={},
+        waiting_weights=0,
     )
     _, judge = question_of(args, undecided, device)
     if isinstance(judge, choice.ByForecast):
@@ -181,7 +190,8 @@ def memory_here() -> DeviceKind | None:
     if memory_gib is None:
         return None
     # The description needs a speed, so use an H100's speed if the kind is unknown.
-    return replace(kind_of(name) or DEVICES["h100"], name=name, memory_gib=memory_gib)
+    kind = kind_of(name) or DEVICES["h100"]
+    return replace(kind, name=name, memory_gib=memory_gib)
 
 
 def device_here() -> DeviceKind | None:
@@ -215,7 +225,10 @@ def _has_layers(cut: UserCut) -> bool:
 
 
 def _layers_by_stage(
-    args: Namespace, cut: UserCut, schedule: str, placement: Placement
+    args: Namespace,
+    cut: UserCut,
+    schedule: str,
+    placement: Placement,
 ) -> Sequence[int] | None:
     """Return the layers per stage as Megatron will build them, or None if the number is unknown.
 
@@ -227,7 +240,8 @@ def _layers_by_stage(
         return None
     built = stage_arguments(args, cut, placement, f"--pipeline-schedule={schedule}")
     # Count the layers in the arguments that Megatron gets. They contain the user's cut or ours.
-    counts = UserCut.of(vars(args) | built.values).layers_by_stage(placement)
+    built_cut = UserCut.of(vars(args) | built.values)
+    counts = built_cut.layers_by_stage(placement)
     if counts is None:
         raise ScheduleError(
             f"the layers cannot be divided evenly among the stages of {schedule}"
@@ -257,7 +271,7 @@ def _judge(
         return _forecast(args, cut, config, device, batches, training)
     except (ArgumentsError, ScheduleError) as error:
         # Without a forecast, compare only the simulated tables and log the reason.
-        problem = str(error).partition("; ")[0]
+        problem, _, _remedy = str(error).partition("; ")
         reason = f"tables alone ({problem})"
         return choice.ByTable(training=training, measured=None, reason=reason)
 
@@ -290,42 +304,44 @@ def _forecast(
     tp = sizes.tensor_model_parallel_size
     cp = sizes.context_parallel_size
     ep = sizes.expert_model_parallel_size
-    if sizes.ranks // pp % ep:
+    ranks_of_stage = sizes.ranks // pp
+    if ranks_of_stage % ep:
         raise ArgumentsError(
             f"{ep} expert-parallel ranks do not evenly divide a stage's ranks"
         )
+    full_batch = list(batches.counts)[-1]
+    # The flag for pairs is not enough: pairs may still be dropped, for example with
+    # FP4 or packed sequences (`completion.py`).
+    techniques = replace(techniques_of_arguments(args), overlaps_experts=training.pairs)
     job = Question(
         model=model,
         # An unknown device still needs speeds, so assume an H100. In that case, its
         # memory is not used; see `has_memory`.
         device=device or DEVICES["h100"],
         num_devices=sizes.ranks,
-        global_batch=list(batches.counts)[-1],
+        global_batch=full_batch,
         sequence=model.sequence,
         # The planner cannot import the rules itself, because the configuration imports the planner.
         pair_rules=RULES["pairs"],
-        # The flag for pairs is not enough: pairs may still be dropped, for example with
-        # FP4 or packed sequences (`completion.py`).
-        techniques=replace(
-            techniques_of_arguments(args), overlaps_experts=training.pairs
-        ),
+        techniques=techniques,
         fused_loss=bool(getattr(args, "cross_entropy_loss_fusion", None)),
         overlaps=bool(getattr(args, "overlap_grad_reduce", None)),
         shards_optimizer=bool(getattr(args, "use_distributed_optimizer", None)),
     )
+    parallel_sizes = ParallelSizes(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        micro_batch=batches.micro_batch,
+        mode=_recomputed(args),
+        num_microbatches=batches.num_microbatches,
+        replicas=sizes.ranks // (tp * pp * cp),
+    )
     return choice.ByForecast(
         training=training,
         job=job,
-        sizes=ParallelSizes(
-            tp=tp,
-            pp=pp,
-            cp=cp,
-            ep=ep,
-            micro_batch=batches.micro_batch,
-            mode=_recomputed(args),
-            num_microbatches=batches.num_microbatches,
-            replicas=sizes.ranks // (tp * pp * cp),
-        ),
+        sizes=parallel_sizes,
         has_memory=device is not None,
     )
 
@@ -337,5 +353,6 @@ def _recomputed(args: Namespace) -> frozenset[str]:
         return FULL
     if granularity == "selective" or getattr(args, "recompute_activations", None):
         # Core attention is Megatron's default for selective recomputation.
-        return frozenset(getattr(args, "recompute_modules", None) or ("core_attn",))
+        modules = getattr(args, "recompute_modules", None) or ("core_attn",)
+        return frozenset(modules)
     return frozenset()

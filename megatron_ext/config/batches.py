@@ -75,7 +75,8 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
     # With --decrease-batch-size-if-needed, Megatron rounds down.
     rounds_down = getattr(args, "decrease_batch_size_if_needed", None)
     for batch in requested.sizes:
-        if batch < step or (batch % step and not rounds_down):
+        is_divisible = batch % step == 0 or rounds_down
+        if batch < step or not is_divisible:
             mirrored = " (two for each mirrored pipeline)" if twins == 2 else ""
             raise ArgumentsError(
                 f"a global batch of {batch} is not a multiple of --micro-batch-size={micro_batch} "
@@ -90,16 +91,17 @@ def batches_of(args: Namespace, pp: int, twins: int) -> Batches:
 
 
 def _check_evaluation(
-    sizes: JobSizes, global_batch: int, micro_batch: int, replicas: int
+    sizes: JobSizes,
+    global_batch: int,
+    micro_batch: int,
+    replicas: int,
 ) -> None:
     """Reject an evaluation batch that does not divide evenly among mirrored pipelines' replicas."""
     eval_batch = sizes.eval_global_batch_size or global_batch
     eval_step = (sizes.eval_micro_batch_size or micro_batch) * replicas
     # The training batch has already been checked, or Megatron rounds it down.
-    is_training_batch = (eval_batch, eval_step) == (
-        global_batch,
-        micro_batch * replicas,
-    )
+    step = micro_batch * replicas
+    is_training_batch = eval_batch == global_batch and eval_step == step
     if not is_training_batch and eval_batch % eval_step:
         raise ArgumentsError(
             f"an evaluation of {eval_batch} samples is not a multiple of {eval_step}, one "
@@ -158,7 +160,8 @@ def _stepped_batches(schedule: str, step: int) -> _GlobalBatches:
     by_threshold = []
     for threshold, suffix, size, size_suffix in entries:
         batch = int(float(size) * _SUFFIXES[size_suffix])
-        by_threshold.append((float(threshold) * _SUFFIXES[suffix], batch))
+        samples = float(threshold) * _SUFFIXES[suffix]
+        by_threshold.append((samples, batch))
     by_threshold.sort()
     # Sizes below one step belong to an earlier part of the run, with fewer processes.
     # Megatron checks this itself.
@@ -168,9 +171,10 @@ def _stepped_batches(schedule: str, step: int) -> _GlobalBatches:
         _, last = by_threshold[-1]
         batches = [last]
     # Suggest the same thresholds, with sizes that are multiples of a step.
-    fitting = " ".join(
-        f"{at:.0f}:{_rounded_up(size, step)}" for at, size in by_threshold
-    )
+    fitting_entries = []
+    for samples, size in by_threshold:
+        fitting_entries.append(f"{samples:.0f}:{_rounded_up(size, step)}")
+    fitting = " ".join(fitting_entries)
     return _GlobalBatches(batches, f"--step-batch-size-schedule '{fitting}'")
 
 
@@ -183,8 +187,11 @@ def _ramped_batches(ramp: Sequence[Any], full: int, step: int) -> _GlobalBatches
         raise ArgumentsError(
             f"--rampup-batch-size {words}: must be start, increment, samples; give three integers"
         ) from None
-    if start < 1 or increment < 1 or start > full or (full - start) % increment:
-        lower = start + max(0, full - start) // max(1, increment) * increment
+    are_positive = start >= 1 and increment >= 1
+    reaches_full = are_positive and start <= full and (full - start) % increment == 0
+    if not reaches_full:
+        num_increments = max(0, full - start) // max(1, increment)
+        lower = start + num_increments * increment
         raise ArgumentsError(
             f"--rampup-batch-size {words} does not lead from {start} to "
             f"--global-batch-size={full} in steps of {increment}; use "
@@ -194,8 +201,9 @@ def _ramped_batches(ramp: Sequence[Any], full: int, step: int) -> _GlobalBatches
     first = _rounded_up(start, step)
     fitting_increment = _rounded_up(increment, step)
     last = first + _rounded_up(max(0, full - first), fitting_increment)
+    sizes = [*range(start, full, increment), full]
     return _GlobalBatches(
-        [*range(start, full, increment), full],
+        sizes,
         f"--rampup-batch-size {first} {fitting_increment} {samples} --global-batch-size={last}",
     )
 

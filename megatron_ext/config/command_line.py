@@ -19,6 +19,7 @@ from megatron_ext.config.flags import (
     FLAGS,
     WordParser,
     add_arguments,
+    attribute_of,
     parse_words,
     requested_flags,
 )
@@ -64,7 +65,8 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     words = [word for word in words if word != "--"]
     script = None
     if words and words[0].endswith(".py"):
-        script, *words = words
+        script = words[0]
+        words = words[1:]
     parser = WordParser(Path(script or _SCRIPT).name)
     # A plain switch, because argparse's own -h would print this parser's help and exit.
     parser.add_argument("-h", "--help", action="store_true")
@@ -80,7 +82,8 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     add_arguments(parser)
     # Set the environment's flags as defaults, as a job does, so that the command line
     # overrides them.
-    parser.set_defaults(**vars(parse_words(requested_flags(), FLAGS)))
+    environment = parse_words(requested_flags(), FLAGS)
+    parser.set_defaults(**vars(environment))
     parsed, unknown_words = parser.parse_known_args(words)
     suggestions: dict[str, str | None] = {}
     # Without Megatron's sources, all of its flags are unknown here, so nothing can be rejected.
@@ -89,8 +92,9 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
         if unknown_words and not is_user_script:
             parser.error(f"unrecognized arguments: {' '.join(unknown_words)}")
         suggestions = _suggestions(parser, unknown_words)
+    guessed = _as_they_look(unknown_words)
     return CommandLine(
-        settings={**_as_they_look(unknown_words), **vars(parsed)},
+        settings={**guessed, **vars(parsed)},
         script=script,
         unknown=suggestions,
         defaults={flag.dest: flag.default for flag in flags},
@@ -105,7 +109,7 @@ def _suggestions(parser: WordParser, words: Sequence[str]) -> dict[str, str | No
     suggestions: dict[str, str | None] = {}
     for word in words:
         if word.startswith("--"):
-            flag, *_value = word.split("=")
+            flag, _, _value = word.partition("=")
             close = get_close_matches(flag, spellings, 1)
             suggestions[flag] = close[0] if close else None
     return suggestions
@@ -142,7 +146,7 @@ def _as_they_look(words: Sequence[str]) -> dict[str, Any]:
         flag, equals, value = word.partition("=")
         if flag.startswith("--"):
             texts = [value] if equals else []
-            dest = flag[2:].replace("-", "_")
+            dest = attribute_of(flag)
             texts_by_dest[_DESTINATIONS.get(dest, dest)] = texts
         else:
             texts.append(word)

@@ -42,17 +42,19 @@ def completed(
         config = replace(config, schedule=default_schedule(cut.chunks))
     if config.schedule is None:
         return config
-    config = replace(
-        config, chunks=_chunks(cut, config), pairs=_has_pairs(settings, config)
-    )
+    chunks = _chunks(cut, config)
+    pairs = _has_pairs(settings, config)
+    config = replace(config, chunks=chunks, pairs=pairs)
     return with_stash(config, settings)
 
 
 def _chunks(cut: UserCut, config: PipelineConfig) -> int | None:
     """Return the number of stages on each rank, if the schedule supports different numbers."""
     generator = config.generator
-    if config.chunks is not None or generator is None or not generator.free_chunks:
+    if config.chunks is not None:
         return config.chunks
+    if generator is None or not generator.free_chunks:
+        return None
     # If the cut gives one stage per rank or is uneven, use the schedule's default;
     # `stage_arguments` then cuts the model accordingly.
     chunks = cut.chunks_if_even
@@ -73,7 +75,8 @@ def _has_pairs(settings: Mapping[str, Any], config: PipelineConfig) -> bool:
     if config.pairs:
         return True
     # In these cases the rules drop the flag, with a notice (`incompatible.dropped`).
-    if config.cuts_sequences or any(settings.get(dest) for dest in _UNPAIRED):
+    is_unpaired = any(settings.get(dest) for dest in _UNPAIRED)
+    if config.cuts_sequences or is_unpaired:
         return False
     return bool(settings.get("overlap_moe_expert_parallel_comm"))
 
@@ -112,12 +115,13 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
     if settings.get("fine_grained_activation_offloading"):
         offloaded = settings.get("offload_modules") or ()
     is_te = settings.get("transformer_impl") == "transformer_engine"
+    # Megatron's own layers save only their part of the sequence and gather it again
+    # later.
+    keeps_gathered = is_te and find_spec("transformer_engine") is not None
     ratio = stash_ratio(
         settings.get("tensor_model_parallel_size", 1),
         sequence_parallel=bool(settings.get("sequence_parallel")),
-        # Megatron's own layers save only their part of the sequence and gather it again
-        # later.
-        keeps_gathered=is_te and find_spec("transformer_engine") is not None,
+        keeps_gathered=keeps_gathered,
         recomputed=recomputed,
         offloaded=offloaded,
         recomputed_layers=recomputed_layers.share,
@@ -127,9 +131,9 @@ def with_stash(config: PipelineConfig, settings: Mapping[str, Any]) -> PipelineC
     # If all layers are recomputed, run W right after I, so that a rank holds the
     # operands for only one W at a time: a recomputed layer holds 16 to 44 times as much
     # memory between I and W as before I. A table loaded from a file keeps its order.
-    at_once = config.weights_at_once or (
-        recomputed_layers.share == 1 and config.generator is not None
-    )
+    at_once = config.weights_at_once
+    if recomputed_layers.share == 1 and config.generator is not None:
+        at_once = True
     return replace(config, stash_ratio=ratio, weights_at_once=at_once)
 
 
@@ -143,10 +147,14 @@ def _recomputed_layers(
     # The block method recomputes only the first `count` layers of each stage.
     chunks = config.chunks
     if not chunks:
-        # Each of two mirrored pipelines has `num_chunks` stages on half of the ranks counted below.
+        chunks = 1
         generator = config.generator
-        chunks = 1 if generator is None else generator.num_chunks // generator.twins
+        if generator is not None:
+            # Each of two mirrored pipelines has `num_chunks` stages on half of the ranks counted
+            # below.
+            chunks = generator.num_chunks // generator.twins
     # `count` is per stage, so multiply it by the number of stages.
     recomputed = count * chunks * settings["pipeline_model_parallel_size"]
     num_layers = settings.get("num_layers") or recomputed
-    return _WholeLayers(share=min(1.0, recomputed / num_layers))
+    share = min(1.0, recomputed / num_layers)
+    return _WholeLayers(share=share)

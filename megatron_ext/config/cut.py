@@ -55,6 +55,13 @@ class EndWeights(NamedTuple):
     last: float
 
 
+class EndLayers(NamedTuple):
+    """Layers on the first and last ranks; None means as many as on the ranks in between."""
+
+    first: int | None
+    last: int | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class UserCut:
     """How the user's flags cut a model into stages."""
@@ -82,9 +89,8 @@ class UserCut:
         # name. Releases without `hybrid_layer_pattern` use --num-layers with the override pattern.
         all_layers = None
         if "hybrid_layer_pattern" in settings:
-            all_layers = settings["hybrid_layer_pattern"] or settings.get(
-                "hybrid_override_pattern"
-            )
+            former_pattern = settings.get("hybrid_override_pattern")
+            all_layers = settings["hybrid_layer_pattern"] or former_pattern
         pattern = None
         # The multi-token prediction layers follow the first "/".
         if all_layers:
@@ -114,16 +120,19 @@ class UserCut:
         """
         sizes = self.sizes
         # A pattern without "|" does not set the stages.
-        segments = self.pattern if self.pattern and "|" in self.pattern else None
+        segments = None
+        if self.pattern and "|" in self.pattern:
+            segments = self.pattern
         values = {
             LAYOUT: sizes.pipeline_model_parallel_layout,
             _CHUNKS: sizes.num_virtual_stages_per_pipeline_rank,
             _LAYERS: sizes.num_layers_per_virtual_pipeline_stage,
             PATTERN: segments,
         }
-        chosen = [
-            CutFlag(flag, value) for flag, value in values.items() if value is not None
-        ]
+        chosen = []
+        for flag, value in values.items():
+            if value is not None:
+                chosen.append(CutFlag(flag, value))
         if len(chosen) > 1:
             raise ArgumentsError(
                 f"{chosen[0].flag} and {chosen[1].flag} are mutually exclusive; remove one of them"
@@ -211,10 +220,10 @@ class UserCut:
         return None
 
     @property
-    def end_layers(self) -> tuple[int | None, int | None]:
+    def end_layers(self) -> EndLayers:
         """Layers on the first and last ranks; None means as many as on the ranks in between."""
         sizes = self.sizes
-        return (
+        return EndLayers(
             sizes.decoder_first_pipeline_num_layers,
             sizes.decoder_last_pipeline_num_layers,
         )
@@ -232,7 +241,8 @@ class UserCut:
         chunks = placement.num_stages // placement.num_ranks
         # Without a flag, Megatron builds one stage per rank, but `stage_arguments` may
         # set a different number.
-        if (chosen is not None or chunks == 1) and self.chunks_if_even != chunks:
+        has_fixed_chunks = chosen is not None or chunks == 1
+        if has_fixed_chunks and self.chunks_if_even != chunks:
             return None
         if chosen is not None and chosen.flag == LAYOUT:
             return [stage.count("t") for stage in parse_layout(chosen.value)]
@@ -240,7 +250,7 @@ class UserCut:
             return [len(segment) for segment in chosen.value.split("|")]
         if self.layer_description is not None:
             return spread(num_layers, placement.num_stages)
-        if self.end_layers != (None, None):
+        if self.end_layers != EndLayers(None, None):
             return self._layers_between_ends(placement)
         per_stage, num_left_over = divmod(self.num_split, placement.num_stages)
         # Megatron can cut a pattern without "|" only into one stage per rank.
@@ -275,11 +285,11 @@ class UserCut:
         if layers_between < num_between or num_left_over:
             return None
         per_stage_of_rank = [per_stage] * placement.num_ranks
-        first, last = self.end_layers
-        if last is not None:
-            per_stage_of_rank[-1] = last // chunks
-        if first is not None:
-            per_stage_of_rank[0] = first // chunks
+        ends = self.end_layers
+        if ends.last is not None:
+            per_stage_of_rank[-1] = ends.last // chunks
+        if ends.first is not None:
+            per_stage_of_rank[0] = ends.first // chunks
         return [per_stage_of_rank[rank] for rank in placement.rank_of]
 
     def end_weights(self, num_ranks: int) -> EndWeights:
@@ -322,8 +332,11 @@ def ends_of_layout(layout: str) -> EndWeights:
             tail.append(count)
         elif index > 0:
             between.append(count)
-    mean_between = sum(between) / len(between) if between else max(counts)
+    mean_between: float = max(counts)
+    if between:
+        mean_between = sum(between) / len(between)
+    missing_in_tail = len(tail) * mean_between - sum(tail)
     return EndWeights(
         first=max(0.0, mean_between - counts[0]),
-        last=max(0.0, len(tail) * mean_between - sum(tail)),
+        last=max(0.0, missing_in_tail),
     )

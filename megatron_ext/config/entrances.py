@@ -82,7 +82,8 @@ def prepare(
     # arguments. Undo our earlier changes, but keep values that other code has set since
     # then.
     user_args = Namespace(**vars(args))
-    for dest, (before, after) in vars(user_args).pop(_REWRITTEN, {}).items():
+    rewritten_earlier = vars(user_args).pop(_REWRITTEN, {})
+    for dest, (before, after) in rewritten_earlier.items():
         if getattr(user_args, dest, None) == after:
             setattr(user_args, dest, before)
     preflight = inspect(user_args, requested, script_defaults=script_defaults)
@@ -100,7 +101,8 @@ def prepare(
     if getattr(user_args, "rank", 0) == 0:
         lines = preflight.changes + preflight.notices
         log(*[reworded(line, wording) for line in lines])
-    put_in_force(preflight, requested, getattr(user_args, "seed", None))
+    seed = getattr(user_args, "seed", None)
+    put_in_force(preflight, requested, seed)
     return preflight.arguments
 
 
@@ -110,17 +112,16 @@ def put_in_force(
     """Activate a checked configuration."""
     config = preflight.config or requested
     assert config is not None
-    activate_configuration(
-        Active(
-            config,
-            preflight.pipeline,
-            transport_only=preflight.transport_only,
-            job=preflight.job,
-            choice=preflight.choice,
-            seed=seed if config.draws_by_microbatch else None,
-            requested=requested,
-        )
+    in_force = Active(
+        config,
+        preflight.pipeline,
+        transport_only=preflight.transport_only,
+        job=preflight.job,
+        choice=preflight.choice,
+        seed=seed if config.draws_by_microbatch else None,
+        requested=requested,
     )
+    activate_configuration(in_force)
 
 
 def check(args: Namespace) -> None:
@@ -174,8 +175,8 @@ def _what_runs(args: Namespace, in_force: Active) -> Iterator[str]:
     job = in_force.job
     if job is not None:
         if job.rank == 0:
-            count = batches_of(args, job.ranks.pp, 1).num_microbatches
-            yield roles_in_words(args, job, count)
+            batches = batches_of(args, job.ranks.pp, 1)
+            yield roles_in_words(args, job, batches.num_microbatches)
         return
     if in_force.config.tracing is not None and getattr(args, "skip_train", False):
         yield "--trace records nothing with --skip-train: it only records training steps"
@@ -289,17 +290,17 @@ def order_in_words(pipeline: Pipeline) -> str:
 def _dynamic_timeline(pipeline: Pipeline, costs: Costs) -> Timeline:
     """Simulate a dynamic pipeline."""
     count = pipeline.num_microbatches
-    return simulate_dynamic(
-        pipeline.schedule(count), lambda rank: pipeline.policy(count, rank), costs
-    )
+    table = pipeline.schedule(count)
+    return simulate_dynamic(table, lambda rank: pipeline.policy(count, rank), costs)
 
 
 def warning(pipeline: Pipeline) -> str | None:
     """Return advice if the static order is at least as fast when no message is late, else None."""
     # Without jitter, nothing arrives late.
     calm = quiet(pipeline.costs)
-    static = pipeline.static().full
-    ratio = simulate(static, calm).makespan / _dynamic_timeline(pipeline, calm).makespan
+    static = simulate(pipeline.static().full, calm)
+    dynamic = _dynamic_timeline(pipeline, calm)
+    ratio = static.makespan / dynamic.makespan
     if ratio >= 1 + NOTABLE:
         return None
     comparison = "is as fast as"
@@ -340,7 +341,8 @@ def count_recomputation(built: Any) -> None:
     pipeline = replace(in_force.pipeline, config=config)
     # Generate the table now, so that an impossible table fails here instead of in the first step.
     pipeline.schedule(pipeline.num_microbatches)
-    in_force.config, in_force.pipeline = config, pipeline
+    in_force.config = config
+    in_force.pipeline = pipeline
     if in_force.environment.local_rank == 0:
         log(running(pipeline))
 
@@ -348,4 +350,5 @@ def count_recomputation(built: Any) -> None:
 def await_host(config: PipelineConfig) -> None:
     """Keep a configuration until a host (`megatron_ext/hosts/`) provides the job's sizes."""
     clear_configuration()
-    activate_configuration(Active(config, requested=config, is_sized=False))
+    unsized = Active(config, requested=config, is_sized=False)
+    activate_configuration(unsized)

@@ -215,18 +215,23 @@ class _Row(NamedTuple):
 
 def _row(key: str, text: str) -> _Row:
     # A key is a flag, optionally followed by its field and by the name of its value.
-    flag, path, metavar, *_ = [*key.split(), "", ""]
+    words_of_key = [*key.split(), "", ""]
+    flag, path, metavar = words_of_key[:3]
     # A "-" in place of the field means that the flag sets no field.
     part, _, name = path.strip("-").rpartition(".")
     owner = _PARTS.get(part, PipelineConfig)
     # A flag without a field has no annotation.
     default_kind = str if metavar else bool
-    kind, *more_kinds = kinds_of(get_type_hints(owner).get(name, default_kind))
+    hints = get_type_hints(owner)
+    kinds = kinds_of(hints.get(name, default_kind))
+    kind = kinds[0]
     # The words that a flag accepts besides numbers, such as `auto`.
-    words = [word for literal in more_kinds for word in typing.get_args(literal)]
-    choices = (
-        typing.get_args(kind) if get_origin(kind) is Literal else _CHOICES.get(flag)
-    )
+    words: list[str] = []
+    for literal in kinds[1:]:
+        words += typing.get_args(literal)
+    choices = _CHOICES.get(flag)
+    if get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
     options: dict[str, Any] = {"help": text}
     if choices is not None:
         options["choices"] = choices
@@ -262,10 +267,18 @@ def _number_or(words: Sequence[str], text: str) -> int | str:
         ) from None
 
 
+def attribute_of(flag: str) -> str:
+    """Return the attribute name that argparse derives from a flag.
+
+    Some Megatron flags set another attribute; see `rules.dest_of`.
+    """
+    return flag[2:].replace("-", "_")
+
+
 _ROWS = [_row(key, text) for key, text in entries(_HELP)]
 
 _OUR_FLAGS = [*REMOVED, *[row.flag for row in _ROWS]]
-DESTINATIONS = {flag[2:].replace("-", "_") for flag in _OUR_FLAGS}
+DESTINATIONS = {attribute_of(flag) for flag in _OUR_FLAGS}
 """Attribute names of our flags in the parsed arguments."""
 
 FLAG_OF = {
@@ -395,7 +408,8 @@ def parse_words(words: Sequence[str], source: str) -> Namespace:
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add our group of flags to a parser unless it already has them, and return the parser."""
-    if not any(group.title == "megatron_ext" for group in parser._action_groups):
+    titles = [group.title for group in parser._action_groups]
+    if "megatron_ext" not in titles:
         group = parser.add_argument_group(title="megatron_ext")
         for row in _ROWS:
             group.add_argument(row.flag, **row.options)
@@ -408,7 +422,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 def _value(args: Namespace, flag: str) -> Any:
     """Return a flag's value, or None if the flag was not given."""
-    return getattr(args, flag[2:].replace("-", "_"), None)
+    return getattr(args, attribute_of(flag), None)
 
 
 def pipeline_config(args: Namespace) -> PipelineConfig:
@@ -435,12 +449,15 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
     tracing = fields_by_part["tracing"]
     # By default, lengthen the interval if it is shorter than the recording.
     if "iterations" in tracing:
-        tracing.setdefault("interval", max(Tracing.interval, tracing["iterations"]))
+        interval = max(Tracing.interval, tracing["iterations"])
+        tracing.setdefault("interval", interval)
     settings = fields_by_part[""]
     for name, part in _PARTS.items():
         # The flag for a field that holds a part, such as --trace, switches the part on.
         is_on = settings.get(name)
-        settings[name] = part(**fields_by_part[name]) if is_on else None
+        settings[name] = None
+        if is_on:
+            settings[name] = part(**fields_by_part[name])
     settings["schedule"] = schedule
     settings["options"] = _options(args, schedule)
     # Use Megatron's time-out for collectives.
@@ -454,7 +471,8 @@ def _fields_by_part(args: Namespace) -> dict[str, dict[str, Any]]:
 
     Fields of the configuration itself belong to the part `""`.
     """
-    fields_by_part: dict[str, dict[str, Any]] = {part: {} for part in ("", *_PARTS)}
+    parts = ("", *_PARTS)
+    fields_by_part: dict[str, dict[str, Any]] = {part: {} for part in parts}
     for row in _ROWS:
         value = _value(args, row.flag)
         if value is None or not row.field:
@@ -501,9 +519,9 @@ def _options(args: Namespace, schedule: str | None) -> dict[str, Option]:
             if value is None:
                 continue
             if generator.name != schedule:
-                chosen = (
-                    "none was chosen" if schedule is None else f"{schedule} was chosen"
-                )
+                chosen = "none was chosen"
+                if schedule is not None:
+                    chosen = f"{schedule} was chosen"
                 raise ArgumentsError(
                     f"{flag} is an option of {generator.name}, but {chosen}; remove it, or use "
                     f"--pipeline-schedule {generator.name}"

@@ -144,7 +144,7 @@ def preflight(
     answer.checked_args = checked_args
     if line is not None:
         answer.suggestions = line.unknown
-        answer.ignored = sorted(flag[2:].replace("-", "_") for flag in line.unknown)
+        answer.ignored = sorted(flags.attribute_of(flag) for flag in line.unknown)
     else:
         answer.ignored = _unknown_names(user_args)
     return answer
@@ -196,11 +196,9 @@ def _settings_of(user_args: Mapping[str, Any], device: str | None) -> dict[str, 
     """
     for name, value in user_args.items():
         # In a running job, this package adds attributes to the arguments, which are not settings.
-        if (
-            isinstance(value, Mapping)
-            and not name.startswith("megatron_ext")
-            and _READ & {*value}
-        ):
+        if not isinstance(value, Mapping) or name.startswith("megatron_ext"):
+            continue
+        if _READ & {*value}:
             raise ArgumentsError(
                 f"{name} contains nested settings, which are not read; pass each one by its own "
                 "name"
@@ -209,7 +207,8 @@ def _settings_of(user_args: Mapping[str, Any], device: str | None) -> dict[str, 
     # Megatron's defaults are overridden by the device's defaults, and both by the user's settings.
     settings = dict(_MEGATRON_DEFAULTS)
     if device not in (None, "auto"):
-        for dest, (value, _reason) in devices.named(device).argument_defaults.items():
+        backend = devices.named(device)
+        for dest, (value, _reason) in backend.argument_defaults.items():
             settings[dest] = value
     for name, value in user_args.items():
         settings[_RENAMED.get(name, name)] = value
@@ -227,10 +226,12 @@ def _check_numbers(user_args: Mapping[str, Any]) -> None:
     for flag in megatron_flags():
         kind = flag.keywords.get("type")
         value = user_args.get(flag.dest)
-        if value is None or kind not in (int, float) or "nargs" in flag.keywords:
+        takes_number = kind in (int, float) and "nargs" not in flag.keywords
+        if value is None or not takes_number:
             continue
         # Reject bool explicitly, because it is a subclass of int.
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number:
             words = "a whole number" if kind is int else "a number"
             raise ArgumentsError(f"{flag.dest} is {value!r}; it must be {words}")
 
@@ -271,7 +272,11 @@ def inspect(
         config = completed(vars(args), cut, config)
         if config.waiting_weights == "auto":
             config = _with_waiting(
-                answer, args, config, in_job=in_job, device_kind=device_kind
+                answer,
+                args,
+                config,
+                in_job=in_job,
+                device_kind=device_kind,
             )
         answer.config = config
     answer.refusals += missing_flags(args, script_defaults)
@@ -295,7 +300,8 @@ def inspect(
         with answer.collecting("transformer_impl"):
             incompatible.suit_layers(answer, answer.pipeline, args, in_job=in_job)
     # In a job that is already rejected, this process needs no role.
-    if roles is not None and args.world_size and not (in_job and answer.refusals):
+    is_rejected_job = in_job and not answer.accepted
+    if roles is not None and args.world_size and not is_rejected_job:
         _give_roles(answer, args, config, roles, in_job=in_job)
     # Only a process in the job runs on the job's device.
     if in_job:
@@ -306,7 +312,7 @@ def inspect(
     place_local_checkpoints(answer, args)
     check_restart(answer, args, in_job=in_job)
     for flag, reason in flags.DROPPED.items():
-        value = getattr(args, flag[2:].replace("-", "_"), None)
+        value = getattr(args, flags.attribute_of(flag), None)
         if value is not None:
             answer.changes.append(
                 f"{flag} {value} is ignored: Megatron-LM no longer has it, because {reason}"
@@ -336,7 +342,8 @@ def _with_waiting(
         try:
             incompatible.refuse_waiting_weights(resolved)
         except ScheduleError as error:
-            waiting = automatic.WaitingChoice(0, str(error).partition("; ")[0])
+            reason, _, _remedy = str(error).partition("; ")
+            waiting = automatic.WaitingChoice(0, reason)
             resolved = replace(config, waiting_weights=0)
     line = f"--pipeline-waiting-weights=auto: {resolved.num_waiting}, because {waiting.reason}"
     answer.changes.append(reworded(line, flags.in_flags))
@@ -416,9 +423,11 @@ def _add_pipeline(
     if config.disaggregation is not None:
         return None
     over_torch = _torch_is_best(config, cut.sizes.ranks, in_job=in_job)
-    if config.schedule is None and (over_torch or config.wire == "torch"):
-        return None
+    uses_torch = over_torch or config.wire == "torch"
     carries_megatron_schedule = config.schedule is None
+    # torch.distributed carries Megatron's own schedule without our help.
+    if carries_megatron_schedule and uses_torch:
+        return None
     table = None
     setting = "pipeline_transport" if carries_megatron_schedule else "pipeline_schedule"
     with answer.collecting(setting):
@@ -515,7 +524,9 @@ def _stock_config(config: PipelineConfig, cut: UserCut) -> PipelineConfig:
     # number of stages.
     chunks = cut.chunks
     return replace(
-        config, schedule=default_schedule(chunks), chunks=chunks if chunks > 1 else None
+        config,
+        schedule=default_schedule(chunks),
+        chunks=chunks if chunks > 1 else None,
     )
 
 
@@ -527,7 +538,11 @@ def _has_batch(args: Namespace) -> bool:
 
 
 def _make_tables(
-    pipeline: Pipeline, batches: Batches, subject: str, *, fills_groups: bool
+    pipeline: Pipeline,
+    batches: Batches,
+    subject: str,
+    *,
+    fills_groups: bool,
 ) -> None:
     """Generate the table for each of a run's batch sizes; reject the first size without a table.
 
@@ -543,13 +558,13 @@ def _make_tables(
             # Megatron's interleaved schedule needs full groups of micro-batches.
             # Suggest the nearest batches above and below.
             fewer = count // pp * pp
-            fitting = [str(batches.global_batch(fewer + pp))]
+            fitting = str(batches.global_batch(fewer + pp))
             if fewer:
-                fitting.insert(0, str(batches.global_batch(fewer)))
+                fitting = f"{batches.global_batch(fewer)} or {fitting}"
             raise ArgumentsError(
                 f"{batch}: Megatron's interleaved schedule sends micro-batches in groups of pp = "
                 f"{pp}, so their number must be a multiple of {pp}; use "
-                f"--global-batch-size={' or '.join(fitting)}, or "
+                f"--global-batch-size={fitting}, or "
                 "--pipeline-schedule=interleaved, which accepts any number"
             )
         try:
@@ -576,9 +591,8 @@ def _add_stages(
             subject = incompatible.flag_of(args, config, "schedule")
         else:
             return
-        has_layers = getattr(args, "num_layers", None) or getattr(
-            args, "hybrid_layer_pattern", None
-        )
+        pattern = getattr(args, "hybrid_layer_pattern", None)
+        has_layers = getattr(args, "num_layers", None) or pattern
         # If there are no layers, `stage_arguments` would fail. In a job, that is a user
         # error.
         if in_job or has_layers:
@@ -593,7 +607,10 @@ def _add_stages(
 
 
 def _check_settings(
-    answer: Preflight, args: Namespace, config: PipelineConfig, table: Schedule | None
+    answer: Preflight,
+    args: Namespace,
+    config: PipelineConfig,
+    table: Schedule | None,
 ) -> Namespace:
     """Reject, drop and set Megatron's settings for a configuration and its table.
 
@@ -613,7 +630,8 @@ def _check_settings(
         unused = incompatible.dropped(pipeline)
     # Copy the arguments, because they belong to the caller.
     args = copy(args)
-    vars(args).update(incompatible.drop(answer, args, unused))
+    switched_off = incompatible.drop(answer, args, unused)
+    vars(args).update(switched_off)
     incompatible.imply(answer, config, args)
     for subject, rules in incompatible.rules_of(config, table, args):
         answer.refusals += incompatible.refusals(subject, args, rules)

@@ -287,7 +287,8 @@ def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refus
     for rule in rules:
         if rule.refuses(args):
             cause = f"{subject} cannot run with {rule.flag}: {rule.reason}"
-            refused.append(Refusal(rule.reads[0], cause, _remedy(rule, subject)))
+            remedy = _remedy(rule, subject)
+            refused.append(Refusal(rule.reads[0], cause, remedy))
     return refused
 
 
@@ -345,8 +346,10 @@ def rules_of(
     rules_by_flag = []
     for field, group, applies in groups:
         if applies:
+            flag = flag_of(args, config, field)
             # If a feature's folder is deleted, its group is missing.
-            rules_by_flag.append((flag_of(args, config, field), RULES.get(group, ())))
+            rules = RULES.get(group, ())
+            rules_by_flag.append((flag, rules))
     return rules_by_flag
 
 
@@ -424,9 +427,8 @@ def imply(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
         _imply_lengths(answer, args)
     if getattr(args, "use_distributed_optimizer", None):
         _imply_optimizer_format(answer, config, args)
-    if config.schedule is not None and getattr(
-        args, "microbatch_group_size_per_vp_stage", None
-    ):
+    group_size = getattr(args, "microbatch_group_size_per_vp_stage", None)
+    if config.schedule is not None and group_size:
         answer.notices.append(
             "--microbatch-group-size-per-virtual-pipeline-stage has no effect: the order of "
             "micro-batches is part of the schedule"
@@ -436,11 +438,10 @@ def imply(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
 
 def _imply_pairs(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
     """Make Megatron build its layers for pairs if, and only if, the table has pairs."""
+    requests_pairs = getattr(args, "overlap_moe_expert_parallel_comm", None)
     if config.pairs:
         answer.arguments["overlap_moe_expert_parallel_comm"] = True
-    elif config.schedule is not None and getattr(
-        args, "overlap_moe_expert_parallel_comm", None
-    ):
+    elif config.schedule is not None and requests_pairs:
         answer.arguments["overlap_moe_expert_parallel_comm"] = False
         answer.notices.append(
             "--overlap-moe-expert-parallel-comm has no effect without experts on several ranks "
@@ -535,7 +536,11 @@ def drop(answer: Preflight, args: Namespace, rules: Iterable[Rule]) -> dict[str,
 
 
 def suit_layers(
-    answer: Preflight, pipeline: Pipeline, args: Namespace, *, in_job: bool
+    answer: Preflight,
+    pipeline: Pipeline,
+    args: Namespace,
+    *,
+    in_job: bool,
 ) -> None:
     """Adapt the pipeline to what Transformer Engine's layers can run, or reject it.
 
@@ -637,7 +642,8 @@ def refuse_waiting_weights(config: PipelineConfig) -> None:
         return
     # In 0.16, plans compute on the stream that the process chose first, DDP's reductions may wait
     # only for the default stream, and grouped_gemm products run on the action stream.
-    if "comp_stream" in parameters("megatron.core.pipeline_parallel.utils:set_streams"):
+    parameter_names = parameters("megatron.core.pipeline_parallel.utils:set_streams")
+    if "comp_stream" in parameter_names:
         raise ScheduleError(
             f"--pipeline-waiting-weights={config.waiting_weights} needs megatron-core 0.17 or "
             "later on a device: 0.16 computes and reduces on streams that do not wait for a W on "
@@ -692,10 +698,8 @@ def te_leaves_whole(config: Any, *, in_job: bool = True) -> Iterator[str]:
             "computed in I, because Transformer Engine computes them together with the gradients "
             "of the biases; --disable-bias-linear without --add-qkv-bias moves them to W"
         )
-    if (
-        settings.get("moe_single_grouped_weight")
-        and not config.gradient_accumulation_fusion
-    ):
+    has_single_weight = settings.get("moe_single_grouped_weight")
+    if has_single_weight and not config.gradient_accumulation_fusion:
         yield (
             "weight gradients of grouped experts are computed in I, because Transformer Engine "
             "returns them before W could compute them; remove --moe-single-grouped-weight or "

@@ -134,7 +134,9 @@ class Tracing:
     @property
     def num_iterations(self) -> int:
         """Number of iterations that are recorded in each interval."""
-        return min(10, self.interval) if self.iterations is None else self.iterations
+        if self.iterations is None:
+            return min(10, self.interval)
+        return self.iterations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,14 +229,17 @@ class PipelineConfig:
         object.__setattr__(self, "options", dict(self.options))
         # Disaggregation implies the schedule and the transport, so these need no check.
         has_roles = self.disaggregation is not None
-        mistakes = (
+        mistakes = [
             _mistake_of_values(self),
             _mistake_of_slices(self),
             _mistake_of_slice_tokens(self),
-            _mistake_of_roles(self) if has_roles else _mistake_of_schedules(self),
-            None if has_roles else _mistake_of_transports(self),
-            _mistake_of_waiting(self),
-        )
+        ]
+        if has_roles:
+            mistakes.append(_mistake_of_roles(self))
+        else:
+            mistakes.append(_mistake_of_schedules(self))
+            mistakes.append(_mistake_of_transports(self))
+        mistakes.append(_mistake_of_waiting(self))
         for template in mistakes:
             if template is not None:
                 raise ConfigurationError(template, c=self)
@@ -253,7 +258,10 @@ class PipelineConfig:
     @property
     def is_automatic(self) -> bool:
         """Whether the planner chooses the schedule once the job's sizes are known."""
-        return self.schedule is not None and self.schedule.partition(":")[0] == AUTO
+        if self.schedule is None:
+            return False
+        name, _, _folder = self.schedule.partition(":")
+        return name == AUTO
 
     @property
     def trace_folder(self) -> Path | None:
@@ -282,9 +290,9 @@ class PipelineConfig:
         """The transport, with the default filled in."""
         if self.transport is not None:
             return self.transport
-        return (
-            "torch" if self.dynamic is None and self.disaggregation is None else "auto"
-        )
+        if self.dynamic is None and self.disaggregation is None:
+            return "torch"
+        return "auto"
 
     @property
     def cuts_sequences(self) -> bool:
@@ -310,7 +318,8 @@ def _mistake_of_values(c: PipelineConfig) -> str | None:
     """Return what is wrong with a single value, or with a value and the transport."""
     if c.device not in DEVICES:
         return f"{{device:{{c.device}}}} must be one of {', '.join(DEVICES)}; use one of them"
-    if c.length_costs is not None and c.balance == "off" and not c.cuts_sequences:
+    uses_lengths = c.balance != "off" or c.cuts_sequences
+    if c.length_costs is not None and not uses_lengths:
         return (
             "{length_costs} requires {balance}, {slices} or {slice_tokens}; add {balance:order}, "
             "or remove it"
@@ -489,7 +498,8 @@ def _mistake_of_schedules(c: PipelineConfig) -> str | None:
             )
     if c.is_automatic:
         return _mistake_of_auto(c)
-    if c.schedule and c.generator is None and (c.chunks is not None or c.options):
+    sets_parameters = c.chunks is not None or bool(c.options)
+    if c.schedule and c.generator is None and sets_parameters:
         return "{schedule:{c.schedule}}: the file fixes chunks and options; remove them"
     if c.generator is not None and not c.generator.listed:
         return (
@@ -591,7 +601,8 @@ _WORDS = {
 
 def is_of_type(value: object, hint: Any) -> bool:
     """Return whether a value fits an annotation. An int fits float, but a bool fits no number."""
-    if len(kinds := kinds_of(hint)) > 1:
+    kinds = kinds_of(hint)
+    if len(kinds) > 1:
         return any(is_of_type(value, kind) for kind in kinds)
     origin = get_origin(hint)
     parts = typing.get_args(hint)
@@ -606,12 +617,17 @@ def is_of_type(value: object, hint: Any) -> bool:
         if not isinstance(value, Mapping):
             return False
         are_keys = all(is_of_type(key, key_hint) for key in value)
-        return are_keys and all(is_of_type(item, value_hint) for item in value.values())
+        are_values = all(is_of_type(item, value_hint) for item in value.values())
+        return are_keys and are_values
     if hint in (int, float) and isinstance(value, bool):
         return False
-    return isinstance(value, (int, float) if hint is float else hint)
+    if hint is float:
+        return isinstance(value, int | float)
+    return isinstance(value, hint)
 
 
 def kinds_of(hint: Any) -> tuple[Any, ...]:
     """Return an annotation's alternatives."""
-    return typing.get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if get_origin(hint) in (Union, UnionType):
+        return typing.get_args(hint)
+    return (hint,)

@@ -110,8 +110,10 @@ class Preflight:
             wording: Renders settings for the reader of the error.
         """
         if self.refusals:
-            message = "\n".join(refusal.worded(wording) for refusal in self.refusals)
-            if all(refusal.error is ScheduleError for refusal in self.refusals):
+            lines = [refusal.worded(wording) for refusal in self.refusals]
+            message = "\n".join(lines)
+            errors = {refusal.error for refusal in self.refusals}
+            if errors == {ScheduleError}:
                 raise ScheduleError(message)
             raise ArgumentsError(message)
 

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_ext.config.flags import attribute_of
 from megatron_ext.config.refusals import Refusal
 from megatron_ext.rules import read_rules
 
@@ -62,14 +63,16 @@ def missing_flags(
         defaults: A training script's values for arguments that are not given. If None, the
             arguments do not come from a script, so any of them may be missing.
     """
-    if defaults is None or any(getattr(args, name, None) for name in _ELSEWHERE):
+    if defaults is None:
+        return
+    if any(getattr(args, name, None) for name in _ELSEWHERE):
         return
     # A value of None means that the flag is absent, so the script's default applies.
     user_args = {name: value for name, value in vars(args).items() if value is not None}
     settings = Namespace(**{**defaults, **user_args})
     for rule in _NEEDED:
         if rule.refuses(settings):
-            name = rule.flag[2:].replace("-", "_")
+            name = attribute_of(rule.flag)
             value = getattr(settings, name, None)
             problem = f"{rule.flag} is missing: {rule.reason}"
             if value is not None:
@@ -77,16 +80,19 @@ def missing_flags(
             yield Refusal(name, problem, rule.remedy)
     for rule in _IMPOSSIBLE:
         if rule.refuses(settings):
-            name = rule.flag.split()[0][2:].replace("-", "_")
-            yield Refusal(name, f"{rule.flag}: {rule.reason}", rule.remedy)
+            # The rule's text also says what is wrong: "--seq-length above ...".
+            flag, _, _condition = rule.flag.partition(" ")
+            problem = f"{rule.flag}: {rule.reason}"
+            yield Refusal(attribute_of(flag), problem, rule.remedy)
     # Megatron asserts this if no flag sets the head size.
     hidden = user_args.get("hidden_size")
     heads = user_args.get("num_attention_heads")
     if not hidden or not heads or getattr(settings, "kv_channels", None):
         return
     if hidden % heads:
+        next_multiple = (hidden // heads + 1) * heads
         yield Refusal(
             "hidden_size",
             f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}",
-            f"use --hidden-size {(hidden // heads + 1) * heads}, or add --kv-channels N",
+            f"use --hidden-size {next_multiple}, or add --kv-channels N",
         )

@@ -24,7 +24,8 @@ def place_local_checkpoints(answer: Preflight, args: Namespace) -> None:
     placement would load the wrong layers.
     """
     directory = getattr(args, "non_persistent_local_ckpt_dir", None)
-    if getattr(args, "non_persistent_ckpt_type", None) != "local" or directory is None:
+    is_local = getattr(args, "non_persistent_ckpt_type", None) == "local"
+    if not is_local or directory is None:
         return
     if answer.pipeline is None or not answer.pipeline.is_folded:
         return
@@ -34,7 +35,8 @@ def place_local_checkpoints(answer: Preflight, args: Namespace) -> None:
     # the folder twice.
     if Path(directory).name == name:
         return
-    answer.arguments["non_persistent_local_ckpt_dir"] = str(Path(directory) / name)
+    folder = Path(directory) / name
+    answer.arguments["non_persistent_local_ckpt_dir"] = str(folder)
     answer.changes.append(
         f"local checkpoints are saved in {directory}/{name}, because Megatron would load the wrong "
         "layers from them under another placement"

@@ -75,11 +75,12 @@ class RankMap:
         # The two roles for one part of the model are neighbours, because they exchange the most
         # data. The last process is a backward rank in the last stage, because Megatron logs there.
         # Within each role, ranks are in Megatron's order.
-        block, offset = divmod(rank, self.role_tp("forward") + self.tp)
+        num_forward = self.role_tp("forward")
+        block, offset = divmod(rank, num_forward + self.tp)
         pp, dp = divmod(block, self.dp)
-        if offset < self.role_tp("forward"):
+        if offset < num_forward:
             return Place("forward", dp, pp, offset)
-        return Place("backward", dp, pp, offset - self.role_tp("forward"))
+        return Place("backward", dp, pp, offset - num_forward)
 
     def rank(self, place: Place) -> int:
         """Return the global rank with a role and position."""
@@ -92,7 +93,8 @@ class RankMap:
 
     def role_rank(self, place: Place) -> int:
         """Return the rank of a process within its role, in Megatron's order."""
-        return (place.pp * self.dp + place.dp) * self.role_tp(place.role) + place.tp
+        block = place.pp * self.dp + place.dp
+        return block * self.role_tp(place.role) + place.tp
 
     def twins(self, place: Place) -> list[Place]:
         """Return the processes in the other role that hold the same weights, or shards of them."""
@@ -105,7 +107,12 @@ class RankMap:
 
 
 def rank_map(
-    world_size: int, *, tp: int, pp: int, merged: bool, cp: int = 1
+    world_size: int,
+    *,
+    tp: int,
+    pp: int,
+    merged: bool,
+    cp: int = 1,
 ) -> RankMap:
     """Return the rank map of a job with `world_size` processes and these parallel sizes.
 
@@ -194,7 +201,8 @@ class Job:
             return self.ranks.twins(self.place)
         partners = []
         for replica in range(self.ranks.dp):
-            partners += self.ranks.twins(self.place._replace(dp=replica))
+            same_place = self.place._replace(dp=replica)
+            partners += self.ranks.twins(same_place)
         return partners
 
     @property
@@ -224,9 +232,8 @@ class Job:
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return the table for one replica, with both roles, for this many micro-batches."""
-        return generate(
-            "fbd", 2 * self.ranks.pp, num_microbatches, activations=self.activations
-        )
+        num_rows = 2 * self.ranks.pp
+        return generate("fbd", num_rows, num_microbatches, activations=self.activations)
 
     def peers(self, position: int) -> list[int]:
         """Return the global ranks in a table row that this process exchanges tensors with.
@@ -246,7 +253,9 @@ class Job:
             shards = [0]
         elif merged and self.role == "forward":
             shards = list(range(self.ranks.tp))
-        return [self.ranks.rank(Place(role, self.place.dp, stage, tp)) for tp in shards]
+        replica = self.place.dp
+        places = [Place(role, replica, stage, tp) for tp in shards]
+        return [self.ranks.rank(place) for place in places]
 
 
 def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
@@ -264,15 +273,14 @@ def job_of(args: Namespace, config: PipelineConfig, ranks: RankMap) -> Job:
     for dest in ("exit_duration_in_mins", "exit_signal_handler"):
         if getattr(args, dest, None):
             exit_settings.append(dest)
+    # Without tensor parallelism, Megatron turns this off, but only after this check.
+    sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1
     return Job(
         ranks,
         args.rank,
         activations=disaggregation.activations,
         timeout_s=config.message_timeout_s,
-        # Without tensor parallelism, Megatron turns this off, but only after this check.
-        sequence_parallel=bool(
-            args.sequence_parallel and args.tensor_model_parallel_size > 1
-        ),
+        sequence_parallel=bool(sequence_parallel),
         message_bytes=message_bytes,
         gathers_late=_gathers_late(args),
         ends_by_itself=bool(exit_settings),
@@ -340,19 +348,20 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
         "wandb_project": "",
     }
     if job.ranks.merged:
+        divisor = args.make_vocab_size_divisible_by * job.ranks.tp
         settings |= {
             "tensor_model_parallel_size": 1,
             "sequence_parallel": False,
             # Megatron accepts this only with sequence parallelism.
             "tp_comm_overlap": False,
             # Pad the vocabulary to the same size as on the backward ranks, which hold shards of it.
-            "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by
-            * job.ranks.tp,
+            "make_vocab_size_divisible_by": divisor,
         }
-    # Not every release has all of these arguments.
-    return arguments | {
-        dest: value for dest, value in settings.items() if hasattr(args, dest)
-    }
+    for dest, value in settings.items():
+        # Not every release has all of these arguments.
+        if hasattr(args, dest):
+            arguments[dest] = value
+    return arguments
 
 
 def roles_in_words(args: Namespace, job: Job, count: int) -> str:
@@ -372,16 +381,16 @@ def roles_in_words(args: Namespace, job: Job, count: int) -> str:
 
 def profiles_with_torch(args: Namespace) -> bool:
     """Return whether torch's profiler is enabled, which writes next to TensorBoard's files."""
-    return all(
-        getattr(args, dest, False) for dest in ("profile", "use_pytorch_profiler")
-    )
+    settings = ("profile", "use_pytorch_profiler")
+    return all(getattr(args, dest, False) for dest in settings)
 
 
 def _gathers_late(args: Namespace) -> bool:
     """Return whether a replica still holds only its updated shard of the weights after a step."""
     # Replicas form groups, and each group has gathered its weights by the time the step
     # ends.
-    if (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1:
+    num_groups = getattr(args, "num_distributed_optimizer_instances", None) or 1
+    if num_groups > 1:
         return False
     # The gather moves quantised bytes.
     if getattr(args, "fp4_param_gather", False):
@@ -391,11 +400,12 @@ def _gathers_late(args: Namespace) -> bool:
     if getattr(args, "optimizer", "adam") not in ("adam", "sgd"):
         return False
     if getattr(args, "num_experts", None):
-        tensor_parallel = getattr(args, "expert_tensor_parallel_size", None)
-        spread = (getattr(args, "expert_model_parallel_size", None) or 1) > 1
-        # Experts then have different replicas than the rest of the model.
-        if spread or tensor_parallel not in (None, args.tensor_model_parallel_size):
+        # With either of these sizes, experts have different replicas than the rest of the model.
+        expert_ranks = getattr(args, "expert_model_parallel_size", None) or 1
+        if expert_ranks > 1:
             return False
-    return bool(
-        args.use_distributed_optimizer and getattr(args, "overlap_param_gather", False)
-    )
+        expert_tp = getattr(args, "expert_tensor_parallel_size", None)
+        if expert_tp not in (None, args.tensor_model_parallel_size):
+            return False
+    overlaps_gather = getattr(args, "overlap_param_gather", False)
+    return bool(args.use_distributed_optimizer and overlaps_gather)

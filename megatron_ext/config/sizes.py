@@ -10,7 +10,13 @@ from typing import Any
 from megatron_ext.errors import ArgumentsError
 
 # Letters in Megatron's layout notation, by layer name.
-_LETTERS = {"embedding": "E", "encoder": "e", "decoder": "t", "mtp": "m", "loss": "L"}
+_LETTERS = {
+    "embedding": "E",
+    "encoder": "e",
+    "decoder": "t",
+    "mtp": "m",
+    "loss": "L",
+}
 
 # Sizes that count ranks, stages or layers per stage, which cannot be 0.
 _AT_LEAST_ONE = (
@@ -110,11 +116,10 @@ class _Rule:
         """Return whether a size may have this value."""
         if self.kind is not int:
             return isinstance(value, self.kind)
-        return (
-            isinstance(value, int)
-            and not isinstance(value, bool)
-            and value >= self.minimum
-        )
+        # bool is a subclass of int.
+        if isinstance(value, bool) or not isinstance(value, int):
+            return False
+        return value >= self.minimum
 
 
 def _rule_of(name: str, annotation: str) -> _Rule:

@@ -31,7 +31,10 @@ class StageArguments:
 
 
 def stage_arguments(
-    args: Namespace, cut: UserCut, placement: Placement, subject: str
+    args: Namespace,
+    cut: UserCut,
+    placement: Placement,
+    subject: str,
 ) -> StageArguments:
     """Return the arguments that make Megatron build a schedule's stages.
 
@@ -52,9 +55,8 @@ def stage_arguments(
     # The table determines the number of stages. If the user's cut has that number, keep
     # it. Otherwise, only use it to derive how much the ends compute besides their
     # layers, and spread the layers evenly.
-    makes_stages = (
-        placement.name in _DEALT and cut.layers_by_stage(placement) is not None
-    )
+    is_dealt = placement.name in _DEALT
+    makes_stages = is_dealt and cut.layers_by_stage(placement) is not None
     if makes_stages and not is_auto:
         if chosen is None and chunks > 1:
             built.values["num_virtual_stages_per_pipeline_rank"] = chunks
@@ -88,7 +90,13 @@ def stage_arguments(
     return built
 
 
-def _check_cut(cut: UserCut, chunks: int, subject: str, *, is_auto: bool) -> None:
+def _check_cut(
+    cut: UserCut,
+    chunks: int,
+    subject: str,
+    *,
+    is_auto: bool,
+) -> None:
     """Reject cuts that do not fit this model or the schedule's stages."""
     num_layers = cut.num_layers
     if cut.layout is not None:
@@ -125,22 +133,29 @@ def _cut_pattern(
         if placement.name not in _DEALT:
             return  # RULES["folded"] rejects this
         fewer = num_layers // num_stages * num_stages
-        fitting = [str(count) for count in (fewer, fewer + num_stages) if count]
+        fitting = str(fewer + num_stages)
+        if fewer:
+            fitting = f"{fewer} or {fitting}"
         raise ScheduleError(
             f"{num_layers} layers of a hybrid model do not divide evenly among the {num_stages} "
-            f"stages of {subject}; use --num-layers={' or '.join(fitting)}"
+            f"stages of {subject}; use --num-layers={fitting}"
         )
     if cut.pattern.count("|") + 1 == num_stages:
         return
     letters = iter(cut.pattern.replace("|", ""))
     weights = cut.end_weights(placement.num_ranks)
     counts = spread(
-        num_layers, num_stages, weights.first, weights.last, placement.rank_of
+        num_layers,
+        num_stages,
+        weights.first,
+        weights.last,
+        placement.rank_of,
     )
     segments = ["".join(islice(letters, count)) for count in counts]
+    segments_text = "|".join(segments)
     user_pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern
     # Keep the multi-token prediction layers, which follow the first "/".
-    new_pattern = user_pattern.replace(cut.pattern, "|".join(segments), 1)
+    new_pattern = user_pattern.replace(cut.pattern, segments_text, 1)
     built.values["hybrid_layer_pattern"] = new_pattern
     built.values |= dict.fromkeys(replaced)
     if getattr(args, "hybrid_override_pattern", None):
@@ -167,7 +182,8 @@ def _lay_out(
         built.values[dest] = False if value is True else None
     built.values["pipeline_model_parallel_layout"] = layout
     # An even cut needs no notice, unless the user chose `auto`.
-    is_even = not replaced and cut.layout is None and num_layers % num_stages == 0
+    has_user_cut = bool(replaced) or cut.layout is not None
+    is_even = not has_user_cut and num_layers % num_stages == 0
     if layout != cut.layout and (is_auto or not is_even):
         former = [f"--{dest.replace('_', '-')}" for dest in replaced]
         if cut.layout is not None:
@@ -221,9 +237,8 @@ def layout_string(
         # A stage with multi-token prediction before the last stage sends tensors of a
         # different shape, which folded pipelines do not announce.
         has_early_mtp = any("m" in stage for stage in stages[:-1])
-        if len(stages) == num_stages and (
-            placement.name in _DEALT or not has_early_mtp
-        ):
+        can_send_shapes = placement.name in _DEALT or not has_early_mtp
+        if len(stages) == num_stages and can_send_shapes:
             return layout
     if last is None:
         last = mtp
@@ -233,13 +248,15 @@ def layout_string(
     per_stage, num_left_over = divmod(num_layers, num_stages)
     # Prefer even stages if this does not lengthen the longest stage.
     longest = max(*counts, counts[0] + first, counts[-1] + last)
-    if not num_left_over and per_stage + max(first, last) <= longest:
+    longest_if_even = per_stage + max(first, last)
+    if not num_left_over and longest_if_even <= longest:
         counts = [per_stage] * num_stages
     return layout_of(counts, mtp)
 
 
 def _check_letters(layout: str, num_layers: int, mtp: int) -> None:
-    if "".join(parse_layout(layout)) != f"E{'t' * num_layers}{'m' * mtp}L":
+    letters = "".join(parse_layout(layout))
+    if letters != f"E{'t' * num_layers}{'m' * mtp}L":
         raise ScheduleError(
             f"{LAYOUT}={layout} must have E once, t {num_layers} times (--num-layers), m {mtp} "
             "times (--mtp-num-layers) and L once, in this order; remove it"
@@ -265,17 +282,20 @@ def check_ranks(args: Namespace, config: PipelineConfig) -> None:
     pp = args.pipeline_model_parallel_size
     # Name the schedule the way the user chose it: by --pipeline-schedule or a field, or
     # by a switch such as --use-dpp.
-    schedule, switch = "{schedule:{c.schedule}}", "{schedule}"
+    schedule = "{schedule:{c.schedule}}"
+    switch = "{schedule}"
     flag, _, name = chooser(args, config).partition("=")
     if not name:
-        schedule = switch = flag
+        schedule = flag
+        switch = flag
     if pp < 2:
         raise ConfigurationError(
             f"{schedule} needs a pipeline of at least 2 ranks, not {{pipeline_ranks:{pp}}}; use "
             f"{{pipeline_ranks:{2 * config.twins}}}, or remove {switch}",
             c=config,
         )
-    if config.twins == 2 and (pp % 2 or pp < 4):
+    fits_twins = pp % 2 == 0 and pp >= 4
+    if config.twins == 2 and not fits_twins:
         fitting = "{pipeline_ranks:4}"
         if pp > 4:
             fitting = f"{{pipeline_ranks:{pp - 1}}} or {pp + 1}"
