@@ -140,7 +140,8 @@ def folder_asked_for() -> Path | None:
     if folder:
         return Path(folder)
     for name in (ROUNDING, OPERATORS):
-        if os.environ.get(name, "") not in ("", "0"):
+        setting = os.environ.get(name, "")
+        if setting not in ("", "0"):
             raise DataError(
                 f"{name} has no effect without {VARIABLE}; set that variable to a new folder, or "
                 f"remove {name} from the environment"
@@ -186,16 +187,21 @@ class Writer:
                 f"{VARIABLE}: {folder} cannot be written: {error.strerror or error}; "
                 "use a folder that every rank can write to"
             ) from error
-        self._write(json.dumps(asdict(header)))
+        header_fields = asdict(header)
+        self._write(json.dumps(header_fields))
 
     def step(
-        self, number: int, records: Sequence[Record], schedule: str | None = None
+        self,
+        number: int,
+        records: Sequence[Record],
+        schedule: str | None = None,
     ) -> None:
         """Append a complete step, with the schedule that ran it; None if only weights are known."""
         text = json.dumps(records, separators=(",", ":"))
+        crc = zlib.crc32(text.encode())
         self._write(
             f'{{"step":{number},"schedule":{json.dumps(schedule)},"records":{text},'
-            f'"crc":{zlib.crc32(text.encode())}}}'
+            f'"crc":{crc}}}'
         )
 
     def _write(self, line: str) -> None:
@@ -218,11 +224,13 @@ def read_folder(folder: Path, *, settings: str = "") -> list[RankFile]:
     Raises:
         DataError: There are no files, or one of them is damaged.
     """
-    paths = sorted(folder.glob(FILE_NAME.format(0).replace("00000", "*")))
+    pattern = FILE_NAME.format(0).replace("00000", "*")
+    paths = sorted(folder.glob(pattern))
     if not paths:
+        quoted_folder = shlex.quote(str(folder))
         raise DataError(
             f"{folder} has no digests; run the training with "
-            f"{VARIABLE}={shlex.quote(str(folder))}{settings}"
+            f"{VARIABLE}={quoted_folder}{settings}"
         )
     return [read(path) for path in paths]
 
@@ -244,20 +252,19 @@ def read(path: Path) -> RankFile:
     try:
         _, header_fields = next(numbered_values)
         # Check the format first, because another format may have different fields.
-        if header_fields.get("format") != FORMAT:
-            raise _damaged(
-                path, 1, f"format {header_fields.get('format')}, not {FORMAT}"
-            )
-        content = RankFile(path, Header(**header_fields), is_cut=bool(remainder))
+        file_format = header_fields.get("format")
+        if file_format != FORMAT:
+            raise _damaged(path, 1, f"format {file_format}, not {FORMAT}")
+        header = Header(**header_fields)
+        content = RankFile(path, header, is_cut=bool(remainder))
         for number, step in numbered_values:
             # Re-encoding the parsed records yields the text whose checksum was written,
             # because Python writes each float with enough digits to identify it.
             text = json.dumps(step["records"], separators=(",", ":"))
             if zlib.crc32(text.encode()) != step["crc"]:
                 raise _damaged(path, number, "its checksum is wrong")
-            content.steps[step["step"]] = [
-                Record(*fields) for fields in step["records"]
-            ]
+            records = [Record(*fields) for fields in step["records"]]
+            content.steps[step["step"]] = records
             # Earlier versions of this package did not record this.
             if schedule := step.get("schedule"):
                 content.schedules[step["step"]] = schedule

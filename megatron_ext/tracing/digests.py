@@ -77,10 +77,13 @@ def subscribe(
     header = _header(configuration, chunks)
     if header.rounded and header.rank == 0:
         _log.warning(
-            "%s=1 changes the last digits of activations in this run", ROUNDING
+            "%s=1 changes the last digits of activations in this run",
+            ROUNDING,
         )
     place = place_asked_for()
-    operators = None if place is None else OperatorRecorder(place, folder, header)
+    operators = None
+    if place is not None:
+        operators = OperatorRecorder(place, folder, header)
     recorder = DigestRecorder(configuration, Writer(folder, header), operators)
     configuration.observers.append(recorder)
     # A run that finishes without calling `deconfigure` must complete its file too.
@@ -90,7 +93,8 @@ def subscribe(
 
 def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
     """Return this rank's identity. Megatron's process groups must exist."""
-    pipeline, job = configuration.pipeline, configuration.job
+    pipeline = configuration.pipeline
+    job = configuration.job
     fields: dict[str, Any] = {}
     if pipeline is not None:
         config = pipeline.config
@@ -117,6 +121,7 @@ def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
         # size 1.
         tensor_size = job.ranks.tp
         num_ranks = job.ranks.num_ranks
+    model_config = get_model_config(chunks[0])
     return Header(
         rank=rank,
         host=socket.gethostname(),
@@ -129,8 +134,8 @@ def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
         context=groups.get_context_parallel_rank(),
         context_size=context_size,
         expert_size=groups.get_expert_model_parallel_world_size(),
-        loss_is_per_token=bool(get_model_config(chunks[0]).calculate_per_token_loss),
-        precision=_precision(get_model_config(chunks[0])),
+        loss_is_per_token=bool(model_config.calculate_per_token_loss),
+        precision=_precision(model_config),
         rounded=rounds_differently(),
         **fields,
     )
@@ -256,26 +261,28 @@ class DigestRecorder(Observer):
         for index, model in enumerate(models):
             # Determine the stage here: a program may destroy its process groups before the last
             # weights are recorded.
-            chunk = _Chunk(
-                model, self._stage_of(index), list(_weights_of(model, weight_ids))
-            )
+            stage = self._stage_of(index)
+            weights = list(_weights_of(model, weight_ids))
+            chunk = _Chunk(model, stage, weights)
             root = unwrap_model(model)
             for name, module in _watched_modules(root):
+                before = partial(self._before_forward, name)
+                after = partial(self._after_forward, name)
                 chunk.handles += [
-                    module.register_forward_pre_hook(
-                        partial(self._before_forward, name), with_kwargs=True
-                    ),
-                    module.register_forward_hook(partial(self._after_forward, name)),
+                    module.register_forward_pre_hook(before, with_kwargs=True),
+                    module.register_forward_hook(after),
                 ]
             if getattr(root, "post_process", True):
-                chunk.handles.append(root.register_forward_hook(self._after_model))
+                handle = root.register_forward_hook(self._after_model)
+                chunk.handles.append(handle)
             self._chunks.append(chunk)
 
     def begin_iteration(self, num_microbatches: int) -> None:
         """Complete the previous step and start recording."""
         num_done = self._configuration.iteration
         if num_done is None:
-            num_done = getattr(megatron_arguments(), "curr_iteration", self._number)
+            arguments = megatron_arguments()
+            num_done = getattr(arguments, "curr_iteration", self._number)
         is_first = self._number == 0
         # Optimizers other than Megatron's do not report when they finish, so the step ends here. If
         # Megatron repeats the previous step, that step does not count as done.
@@ -302,7 +309,11 @@ class DigestRecorder(Observer):
                 gradient = _gradient_of(weight.parameter)
                 if gradient is not None:
                     self._add_of_weight(
-                        "reduced gradient", chunk.stage, position, weight, gradient
+                        "reduced gradient",
+                        chunk.stage,
+                        position,
+                        weight,
+                        gradient,
                     )
         self._awaits_weights = True
 
@@ -344,7 +355,11 @@ class DigestRecorder(Observer):
         for chunk in self._chunks:
             for position, weight in enumerate(chunk.weights):
                 self._add_of_weight(
-                    "weights", chunk.stage, position, weight, weight.parameter
+                    "weights",
+                    chunk.stage,
+                    position,
+                    weight,
+                    weight.parameter,
                 )
 
     def _write(self, number: int) -> None:
@@ -358,19 +373,28 @@ class DigestRecorder(Observer):
         bits: list[int] = []
         sizes: list[list[float]] = []
         if fingerprints:
-            bits = torch.stack(
-                [fingerprint.bits for fingerprint in fingerprints]
-            ).tolist()
-            sizes = torch.stack(
-                [fingerprint.sizes for fingerprint in fingerprints]
-            ).tolist()
+            all_bits = torch.stack([fingerprint.bits for fingerprint in fingerprints])
+            bits = all_bits.tolist()
+            all_sizes = torch.stack([fingerprint.sizes for fingerprint in fingerprints])
+            sizes = all_sizes.tolist()
         records = []
-        for record, hash_value, (norm, *projections) in zip(
+        for pending, hash_value, (norm, *projections) in zip(
             self._records, bits, sizes, strict=True
         ):
-            records.append(
-                Record(*record[:-1], bits_text(hash_value), norm, projections)
+            record = Record(
+                pending.kind,
+                pending.microbatch,
+                pending.module,
+                pending.part,
+                pending.stage,
+                pending.position,
+                pending.action,
+                pending.num_elements,
+                bits_text(hash_value),
+                norm,
+                projections,
             )
+            records.append(record)
         self._writer.step(number, records, self._schedule)
         self._drop()
 
@@ -403,9 +427,8 @@ class DigestRecorder(Observer):
         self._deferred = frozenset()
         # Record a W's weights now, because `waiting` no longer contains them after the W.
         if action.kind == "W" and self._compute is not None:
-            self._deferred = self._compute.splits.waiting(
-                action.stage, action.microbatch
-            )
+            splits = self._compute.splits
+            self._deferred = splits.waiting(action.stage, action.microbatch)
         if self._operators is not None:
             microbatch = self._number_in_batch(action.stage, action.microbatch)
             self._operators.begin_action(self._number, microbatch, action)
@@ -430,18 +453,24 @@ class DigestRecorder(Observer):
         # gradients.
         waiting: frozenset[int] = frozenset()
         if action.kind == "I" and self._compute is not None:
-            waiting = self._compute.splits.waiting(action.stage, action.microbatch)
+            splits = self._compute.splits
+            waiting = splits.waiting(action.stage, action.microbatch)
         # A backward pass computes the last layers' gradients first.
         for position, weight in enumerate(reversed(chunk.weights)):
-            number = id(weight.parameter)
-            is_computed = (
-                number in self._deferred
-                if action.kind == "W"
-                else number not in waiting
-            )
+            weight_id = id(weight.parameter)
+            if action.kind == "W":
+                is_computed = weight_id in self._deferred
+            else:
+                is_computed = weight_id not in waiting
             gradient = _gradient_of(weight.parameter)
             if is_computed and gradient is not None:
-                self._add("weight gradient", weight.name, gradient, action, position)
+                self._add(
+                    "weight gradient",
+                    weight.name,
+                    gradient,
+                    action,
+                    position,
+                )
 
     def _chunk_of(self, stage: int) -> int:
         """Return the index of a stage's chunk on this rank."""
@@ -478,16 +507,22 @@ class DigestRecorder(Observer):
         # With recomputation, the graph is built later, by a second forward pass.
         if not torch.is_grad_enabled():
             return
-        tensor = _first_tensor([*args, kwargs.get(_HIDDEN_STATES)])
+        inputs = [*args, kwargs.get(_HIDDEN_STATES)]
+        tensor = _first_tensor(inputs)
         if tensor is not None and tensor.requires_grad:
-            tensor.register_hook(partial(self._record_gradient, name, action))
+            record_gradient = partial(self._record_gradient, name, action)
+            tensor.register_hook(record_gradient)
 
     def _after_forward(
-        self, name: str, _module: torch.nn.Module, _args: Any, output: Any
+        self,
+        name: str,
+        _module: torch.nn.Module,
+        _args: Any,
+        output: Any,
     ) -> Any:
         """Record a module's output; return the output that replaces it, or None."""
         action = self._watched_action()
-        tensor = _first_tensor(output if isinstance(output, tuple | list) else [output])
+        tensor = _first_of_output(output)
         if action is None or tensor is None:
             return None
         operators = self._operators_of(action.stage, name, "forward")
@@ -498,12 +533,8 @@ class DigestRecorder(Observer):
             tensor.register_hook(partial(_begin_module, operators))
         replacement = None
         if self._rounds_differently:
-            seeds = (
-                name,
-                self._number,
-                self._number_in_batch(action.stage, action.microbatch),
-            )
-            rounded = rounded_differently(tensor, *seeds)
+            microbatch = self._number_in_batch(action.stage, action.microbatch)
+            rounded = rounded_differently(tensor, name, self._number, microbatch)
             replacement = with_first(output, tensor, rounded)
             tensor = rounded
         if action.kind == "F":
@@ -513,13 +544,14 @@ class DigestRecorder(Observer):
     def _after_model(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
         """Record the last stage's output, which is the loss function's input, and its gradient."""
         action = self._watched_action()
-        tensor = _first_tensor(output if isinstance(output, tuple | list) else [output])
+        tensor = _first_of_output(output)
         if action is None or tensor is None:
             return
         if action.kind == "F":
             self._add("forward", "model", tensor, action)
         if tensor.requires_grad and torch.is_grad_enabled():
-            tensor.register_hook(partial(self._record_gradient, "model", action))
+            record_gradient = partial(self._record_gradient, "model", action)
+            tensor.register_hook(record_gradient)
 
     def _watched_action(self) -> Action | None:
         """Return the action whose modules are running; None outside of training steps.
@@ -532,7 +564,8 @@ class DigestRecorder(Observer):
         is_pair = len(self._running) > 1
         # With recomputation, both actions in a pair run modules' forward passes, which cannot be
         # told apart here.
-        if is_pair and torch.is_grad_enabled() and self._chunks[0].recomputes_layers:
+        may_recompute = is_pair and torch.is_grad_enabled()
+        if may_recompute and self._chunks[0].recomputes_layers:
             return None
         # A pair runs a forward and a backward action. Inside autograd's engine, the running action
         # is the backward action.
@@ -549,7 +582,13 @@ class DigestRecorder(Observer):
         if operators is not None:
             operators.end_module()
         if action.kind in ("B", "I"):
-            self._add("backward", name, gradient, action, microbatch=of.microbatch)
+            self._add(
+                "backward",
+                name,
+                gradient,
+                action,
+                microbatch=of.microbatch,
+            )
 
     def _operators_of(
         self, stage: int, name: str, direction: Direction
@@ -559,10 +598,8 @@ class DigestRecorder(Observer):
         if recorder is None:
             return None
         place = recorder.place
-        is_place = (self._recorded_name(stage, name), direction) == (
-            place.module,
-            place.direction,
-        )
+        is_module = self._recorded_name(stage, name) == place.module
+        is_place = is_module and direction == place.direction
         return recorder if is_place else None
 
     # Records.
@@ -577,7 +614,8 @@ class DigestRecorder(Observer):
         microbatch: int | None = None,
     ) -> None:
         if position is None:
-            position, self._position = self._position, self._position + 1
+            position = self._position
+            self._position += 1
         if microbatch is None:
             microbatch = action.microbatch
         parts = list(self._activation_parts)
@@ -585,7 +623,14 @@ class DigestRecorder(Observer):
             parts.append(f"s{action.slice}")
         number = self._number_in_batch(action.stage, microbatch)
         self._append(
-            kind, number, name, parts, action.stage, position, str(action), tensor
+            kind,
+            number,
+            name,
+            parts,
+            action.stage,
+            position,
+            str(action),
+            tensor,
         )
 
     def _add_of_weight(
@@ -599,9 +644,15 @@ class DigestRecorder(Observer):
         if weight.shard is not None:
             tensor = tensor.reshape(-1)[weight.shard]
         if tensor.numel() and self._has_weights:
-            parts = self._weight_parts
             self._append(
-                kind, NO_MICROBATCH, weight.name, parts, stage, position, "", tensor
+                kind,
+                NO_MICROBATCH,
+                weight.name,
+                self._weight_parts,
+                stage,
+                position,
+                "",
+                tensor,
             )
 
     def _append(
@@ -630,19 +681,18 @@ class DigestRecorder(Observer):
         if occurrence:
             part = f"{part}.n{occurrence}".lstrip(".")
         fingerprint = self._fingerprints.of(tensor)
-        self._records.append(
-            _Pending(
-                kind,
-                microbatch,
-                name,
-                part,
-                stage,
-                position,
-                action,
-                tensor.numel(),
-                fingerprint,
-            )
+        pending = _Pending(
+            kind,
+            microbatch,
+            name,
+            part,
+            stage,
+            position,
+            action,
+            tensor.numel(),
+            fingerprint,
         )
+        self._records.append(pending)
 
     def _recorded_name(self, stage: int, name: str) -> str:
         """Return a module's or parameter's name within the whole model."""
@@ -652,7 +702,8 @@ class DigestRecorder(Observer):
 
     def _number_in_batch(self, stage: int, microbatch: int) -> int:
         """Return a micro-batch's number within the global batch."""
-        replica, pipeline = self._replica, self._configuration.pipeline
+        replica = self._replica
+        pipeline = self._configuration.pipeline
         if pipeline is not None and pipeline.placement.is_crossed(stage):
             # The micro-batch started on the twin, the neighbour in the data-parallel group.
             replica ^= 1
@@ -664,25 +715,36 @@ def _begin_module(operators: OperatorRecorder, _gradient: torch.Tensor) -> None:
 
 
 def _tensor_place() -> tuple[int, int]:
-    rank, size = (
-        groups.get_tensor_model_parallel_rank,
-        groups.get_tensor_model_parallel_world_size,
-    )
-    return rank(), size()
+    rank = groups.get_tensor_model_parallel_rank()
+    size = groups.get_tensor_model_parallel_world_size()
+    return rank, size
 
 
 def _data_place() -> tuple[int, int]:
-    return groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
+    rank = groups.get_data_parallel_rank()
+    size = groups.get_data_parallel_world_size()
+    return rank, size
 
 
 def _context_place() -> tuple[int, int]:
-    return groups.get_context_parallel_rank(), groups.get_context_parallel_world_size()
+    rank = groups.get_context_parallel_rank()
+    size = groups.get_context_parallel_world_size()
+    return rank, size
 
 
 def _part_of(letter: str, place: tuple[int, int]) -> str:
     """Return the name of a rank's part of a tensor; empty if the rank holds the whole tensor."""
     rank, size = place
-    return f"{letter}{rank}" if size > 1 else ""
+    if size > 1:
+        return f"{letter}{rank}"
+    return ""
+
+
+def _first_of_output(output: Any) -> torch.Tensor | None:
+    """Return the first floating-point tensor in a module's output, or None."""
+    if isinstance(output, tuple | list):
+        return _first_tensor(output)
+    return _first_tensor([output])
 
 
 def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
@@ -698,8 +760,10 @@ def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
 def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """Return the gradient accumulated by a step's backward passes; None if there is none."""
     # Megatron's DDP accumulates in `main_grad` and clears `grad` in a hook.
-    gradient = getattr(parameter, "main_grad", None)
-    return parameter.grad if gradient is None else gradient
+    gradient: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    if gradient is None:
+        return parameter.grad
+    return gradient
 
 
 # -- the names of modules and weights --------------------------------------------------------------
@@ -712,11 +776,9 @@ def _layers_of(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
         # A multi-token prediction layer contains a transformer layer, which has a
         # number too.
         is_inside = any(path.startswith(f"{outer}.") for outer in layers)
-        if (
-            isinstance(getattr(module, "layer_number", None), int)
-            and not is_inside
-            and path
-        ):
+        is_root = path == ""
+        has_number = isinstance(getattr(module, "layer_number", None), int)
+        if has_number and not is_inside and not is_root:
             layers[path] = module
     return layers
 
@@ -724,7 +786,10 @@ def _layers_of(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def _global_path(path: str, layer: Any) -> str:
     """Return a layer's path, with its number in the whole model rather than in the chunk."""
     match = _LAYER_INDEX.fullmatch(path)
-    return path if match is None else f"{match[1]}.{layer.layer_number - 1}"
+    if match is None:
+        return path
+    # Megatron counts layers from 1, but its module names count from 0.
+    return f"{match[1]}.{layer.layer_number - 1}"
 
 
 def _watched_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -735,7 +800,8 @@ def _watched_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
         for part, module in layer.named_children():
             # Skip norms, because their input is the layer's input or a sum of outputs, all of which
             # are recorded anyway.
-            if "norm" not in part and any(True for _ in module.parameters()):
+            has_parameters = any(True for _ in module.parameters())
+            if "norm" not in part and has_parameters:
                 yield f"{name}.{part}", module
         yield name, layer
     # The embedding and the output layer, for example, are siblings of a layer container.
@@ -753,7 +819,8 @@ def _ancestors(layers: Mapping[str, torch.nn.Module]) -> set[str]:
     for path in layers:
         names = path.split(".")
         for length in range(len(names)):
-            paths.add(".".join(names[:length]))
+            ancestor = ".".join(names[:length])
+            paths.add(ancestor)
     return paths
 
 
@@ -763,17 +830,19 @@ def _weights_of(model: torch.nn.Module, weight_ids: set[int]) -> Iterator[_Weigh
     layers = _layers_of(root)
     shards = _shards_of(model)
     for path, parameter in root.named_parameters():
-        if id(parameter) in weight_ids or not parameter.requires_grad:
+        weight_id = id(parameter)
+        if weight_id in weight_ids or not parameter.requires_grad:
             continue
-        weight_ids.add(id(parameter))
+        weight_ids.add(weight_id)
         name = path
         for layer_path, layer in layers.items():
             if path.startswith(f"{layer_path}."):
-                name = _global_path(layer_path, layer) + path.removeprefix(layer_path)
+                path_in_layer = path.removeprefix(layer_path)
+                name = _global_path(layer_path, layer) + path_in_layer
         # Expert-parallel ranks have different experts under the same name.
         if not getattr(parameter, "allreduce", True):
             name += f"@{groups.get_expert_model_parallel_rank()}"
-        yield _Weight(name, parameter, shards.get(id(parameter)))
+        yield _Weight(name, parameter, shards.get(weight_id))
 
 
 def _shards_of(model: torch.nn.Module) -> dict[int, slice]:
@@ -792,12 +861,15 @@ def _shards_of(model: torch.nn.Module) -> dict[int, slice]:
         for bucket in group.buckets:
             length = bucket.grad_data.numel() // peers.size()
             begin = length * peers.rank()
-            # `first` and `end` are positions in the bucket; a shard is relative to its parameter.
-            for parameter, (first, end) in bucket.param_to_index.items():
-                shard_begin = max(begin, first) - first
-                shard_end = min(begin + length, end) - first
+            end = begin + length
+            # All bounds are positions in the bucket; a shard is relative to its parameter.
+            for parameter, bounds in bucket.param_to_index.items():
+                parameter_begin, parameter_end = bounds
+                shard_begin = max(begin, parameter_begin) - parameter_begin
+                shard_end = min(end, parameter_end) - parameter_begin
                 # A parameter outside of this rank's part has no elements here. Without
                 # `max`, its end could be negative, and a negative index counts from the
                 # end.
-                shards[id(parameter)] = slice(shard_begin, max(shard_begin, shard_end))
+                shard_end = max(shard_begin, shard_end)
+                shards[id(parameter)] = slice(shard_begin, shard_end)
     return shards

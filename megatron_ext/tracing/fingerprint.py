@@ -92,33 +92,43 @@ class Fingerprints:
 
         The native core reads the matrix once and is five times as fast as torch's operators.
         """
-        shape = num_rows, num_columns = matrix.shape[0], matrix.shape[1]
         device = matrix.device
+        num_rows, num_columns = matrix.shape
         row_factors = self._factors_of(num_rows, device)
         row_weights = self._weights_of("rows", num_rows, device)
         column_factors = self._factors_of(num_columns, device)
         column_weights = self._weights_of("columns", num_columns, device)
-        bits, sizes = native(
+        row_addresses = row_factors.data_ptr(), row_weights.data_ptr()
+        column_addresses = column_factors.data_ptr(), column_weights.data_ptr()
+        hash_value, norm_and_projections = native(
             matrix.data_ptr(),
-            shape,
-            rows=(row_factors.data_ptr(), row_weights.data_ptr()),
-            columns=(column_factors.data_ptr(), column_weights.data_ptr()),
+            (num_rows, num_columns),
+            rows=row_addresses,
+            columns=column_addresses,
         )
-        return Fingerprint(
-            torch.tensor(bits, dtype=torch.int64, device=device),
-            torch.tensor(sizes, dtype=torch.float32, device=device),
+        bits = torch.tensor(hash_value, dtype=torch.int64, device=device)
+        sizes = torch.tensor(
+            norm_and_projections,
+            dtype=torch.float32,
+            device=device,
         )
+        return Fingerprint(bits, sizes)
 
     def _of_matrix(self, matrix: torch.Tensor) -> Fingerprint:
         """Return a matrix's fingerprint, reading each block from memory once."""
-        device, num_rows = matrix.device, len(matrix)
+        device = matrix.device
+        num_rows, num_columns = matrix.shape
         words = matrix.view(torch.int32)
+        # In a 16-bit dtype, a word holds two values.
+        words_per_row = words.shape[1]
         block_words = _BLOCK_WORDS.get(device.type, _BLOCK_WORDS["other"])
-        block_rows = min(num_rows, max(1, block_words // words.shape[1]))
-        sums = _Sums(words[:block_rows], matrix.shape[1])
-        column_factors = self._factors_of(words.shape[1], device)
+        block_rows = max(1, block_words // words_per_row)
+        block_rows = min(num_rows, block_rows)
+        sums = _Sums(words[:block_rows], num_columns)
+        column_factors = self._factors_of(words_per_row, device)
         mixing_factors = column_factors.to(torch.int32)
-        row_terms = self._factors_of(num_rows, device).to(torch.int32)
+        row_factors = self._factors_of(num_rows, device)
+        row_terms = row_factors.to(torch.int32)
         row_weights = self._weights_of("rows", num_rows, device)
         # Compute both sums over each block while it is in the cache.
         for first in range(0, num_rows, block_rows):
@@ -126,21 +136,29 @@ class Fingerprints:
             sums.add_words(words[rows], mixing_factors, row_terms[rows])
             sums.add_values(matrix[rows], row_weights[:, rows])
         # Weight each column's sum differently, so that swapping columns changes the hash.
-        bits = (sums.words.to(torch.int64) * column_factors).sum()
-        column_weights = self._weights_of("columns", matrix.shape[1], device)
+        column_sums = sums.words.to(torch.int64)
+        bits = (column_sums * column_factors).sum()
+        column_weights = self._weights_of("columns", num_columns, device)
         projections = (sums.values * column_weights).sum(1)
-        norm = torch.linalg.vector_norm(torch.stack(sums.norms))
-        return Fingerprint(bits, torch.cat([norm.reshape(1), projections]))
+        block_norms = torch.stack(sums.norms)
+        norm = torch.linalg.vector_norm(block_norms)
+        sizes = torch.cat([norm.reshape(1), projections])
+        return Fingerprint(bits, sizes)
 
     def _factors_of(self, count: int, device: torch.device) -> torch.Tensor:
         """Return `[count]` odd 64-bit numbers."""
         key = count, device
         if key not in self._factors:
-            numbers = (
-                torch.arange(1, count + 1, dtype=torch.int64, device=device) * _MIX
+            numbers = torch.arange(
+                1,
+                count + 1,
+                dtype=torch.int64,
+                device=device,
             )
+            numbers = numbers * _MIX
+            mixed = numbers ^ (numbers >> 29)
             # Factors are odd, because multiplying by an even number would lose the highest bit.
-            self._factors[key] = (numbers ^ (numbers >> 29)) | 1
+            self._factors[key] = mixed | 1
         return self._factors[key]
 
     def _weights_of(self, name: str, count: int, device: torch.device) -> torch.Tensor:
@@ -155,19 +173,22 @@ class Fingerprints:
             # Row and column weights use separate ranges of numbers, so that they are independent.
             total = NUM_PROJECTIONS * count
             first = total if name == "rows" else 0
-            numbers = (
-                torch.arange(first, first + total, dtype=torch.int64, device=device)
-                + 7919
+            numbers = torch.arange(
+                first,
+                first + total,
+                dtype=torch.int64,
+                device=device,
             )
-            numbers = numbers * _MIX
+            # Reuse the name, because each of these vectors may be as large as a weight.
+            numbers = (numbers + 7919) * _MIX
             numbers = (numbers ^ (numbers >> 31)) * _MIX
+            # Bit 40 decides the sign, and the 16 bits above it the magnitude.
             signs = ((numbers >> 40) & 1) * 2 - 1
             # Magnitudes are uniform in [0.5, 1.5), whose mean square is 13/12.
-            fractions = ((numbers >> 41) & 0xFFFF) / 2**16
-            weights = signs * (0.5 + fractions) / math.sqrt(13 / 12)
-            self._weights[key] = weights.to(torch.float32).reshape(
-                NUM_PROJECTIONS, count
-            )
+            magnitudes = 0.5 + ((numbers >> 41) & 0xFFFF) / 2**16
+            weights = signs * magnitudes / math.sqrt(13 / 12)
+            weights = weights.to(torch.float32)
+            self._weights[key] = weights.reshape(NUM_PROJECTIONS, count)
         return self._weights[key]
 
 
@@ -179,7 +200,9 @@ class _Sums:
         """`[columns]`, int32: sums of mixed words, which wrap around because wider sums take
         several times as long."""
         self.values = torch.zeros(
-            NUM_PROJECTIONS, num_values, device=first_words.device
+            NUM_PROJECTIONS,
+            num_values,
+            device=first_words.device,
         )
         """`[NUM_PROJECTIONS, num_values]`: sums of values, weighted by row."""
         self.norms: list[torch.Tensor] = []
@@ -188,7 +211,10 @@ class _Sums:
         self._shifted = torch.empty_like(first_words)
 
     def add_words(
-        self, words: torch.Tensor, factors: torch.Tensor, terms: torch.Tensor
+        self,
+        words: torch.Tensor,
+        factors: torch.Tensor,
+        terms: torch.Tensor,
     ) -> None:
         """Add a block's words, mixed with the column factors and the row terms.
 
@@ -197,7 +223,9 @@ class _Sums:
         each word is first mixed by a nonlinear function that depends on its position.
         """
         # Reuse the buffers, because they are in the cache.
-        mixed, shifted = self._mixed[: len(words)], self._shifted[: len(words)]
+        num_rows = len(words)
+        mixed = self._mixed[:num_rows]
+        shifted = self._shifted[:num_rows]
         torch.addcmul(terms[:, None], words, factors, out=mixed)
         torch.bitwise_right_shift(mixed, 16, out=shifted)
         mixed ^= shifted
@@ -227,9 +255,10 @@ def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     num_columns = _COLUMNS
     while num_columns > 16 and count % num_columns:
         num_columns //= 2
-    if count % num_columns or count == 0:
-        padding = num_columns - count % num_columns
-        flat = torch.cat([flat, flat.new_zeros(padding)])
+    num_in_last_row = count % num_columns
+    if num_in_last_row or count == 0:
+        padding = flat.new_zeros(num_columns - num_in_last_row)
+        flat = torch.cat([flat, padding])
     # A view as 32-bit words must start at a word boundary.
     elif flat.storage_offset() * flat.element_size() % 4:
         flat = flat.clone()

@@ -73,10 +73,9 @@ class RankState(NamedTuple):
         """Return the state in one line."""
         doing = self.activity
         if self.waits_for:
-            named = [
-                f"{of_rank} of rank {rank}"
-                for rank, of_rank in self.waits_for[:_MAX_NAMED]
-            ]
+            named = []
+            for rank, awaited in self.waits_for[:_MAX_NAMED]:
+                named.append(f"{awaited} of rank {rank}")
             num_unnamed = len(self.waits_for) - _MAX_NAMED
             if num_unnamed > 0:
                 named.append(f"{num_unnamed} more")
@@ -102,8 +101,9 @@ def made_by(message: Message) -> str:
     producer = stage - 1
     if kind == "B":
         producer = stage + 1
-    suffix = f".{part}" if part else ""
-    return f"{producer}{kind}{microbatch}{suffix}"
+    if part:
+        return f"{producer}{kind}{microbatch}.{part}"
+    return f"{producer}{kind}{microbatch}"
 
 
 class Verdict(NamedTuple):
@@ -117,7 +117,9 @@ class Verdict(NamedTuple):
     @property
     def culprit(self) -> int | None:
         """The rank that all other ranks wait for; None if several wait for each other."""
-        return self.culprits[0] if len(self.culprits) == 1 else None
+        if len(self.culprits) != 1:
+            return None
+        return self.culprits[0]
 
     @property
     def message(self) -> str:
@@ -146,39 +148,52 @@ def explain(
         if state is None:
             parts.append(f"does not answer: {state_of_silent(path[-1])}")
             break
-        steps = state.waits_for
-        if state.in_collective:
-            # The rank waits for ranks that have entered fewer collectives and for ranks
-            # without a state.
-            passed = [
-                other for other in states if states[other].entered >= state.entered
-            ]
-            steps = [(other, "") for other in range(num_ranks) if other not in passed]
-        # A blocking torch.distributed call does not show which ranks it waits for, so infer them.
-        if not steps and state.runs_collective:
-            silent = [other for other in range(num_ranks) if other not in states]
-            steps = [(other, "") for other in [*silent, *_late_ranks(states, state)]]
-        # Follow ranks without a state first, because they are more likely to be the cause.
-        steps = sorted(steps, key=lambda step: step[0] in states)
+        steps = _steps_from(state, states, num_ranks)
         if not steps:
             parts.append(f"{state.activity} {state.lasting}")
             break
         # Prefer a rank that is not on the path yet. If there is none, the path has
         # become a cycle.
-        fresh = [step for step in steps if step[0] not in path]
-        rank, of_rank = (fresh or steps)[0]
-        if of_rank:
-            parts.append(f"waits for {of_rank} of rank {rank}")
+        new_steps = [step for step in steps if step[0] not in path]
+        rank, awaited = new_steps[0] if new_steps else steps[0]
+        if awaited:
+            parts.append(f"waits for {awaited} of rank {rank}")
         else:
             parts.append(f"{state.activity} and waits there for rank {rank}")
-        if not fresh:
-            circle = path[path.index(rank) :]
+        if not new_steps:
+            first_of_cycle = path.index(rank)
+            cycle = sorted(path[first_of_cycle:])
             parts.append("appears above: these ranks' tables do not match")
-            return Verdict(
-                f"rank {start} {', which '.join(parts)}", tuple(sorted(circle))
-            )
+            chain = ", which ".join(parts)
+            return Verdict(f"rank {start} {chain}", tuple(cycle))
         path.append(rank)
-    return Verdict(f"rank {start} {', which '.join(parts)}", (path[-1],))
+    chain = ", which ".join(parts)
+    return Verdict(f"rank {start} {chain}", (path[-1],))
+
+
+def _steps_from(
+    state: RankState,
+    states: Mapping[int, RankState],
+    num_ranks: int,
+) -> list[tuple[int, str]]:
+    """Return the ranks that a rank waits for, each with the awaited item, or '' if it is unknown.
+
+    Ranks without a state come first, because they are more likely to be the cause.
+    """
+    steps = list(state.waits_for)
+    if state.in_collective:
+        # The rank waits for ranks that have entered fewer collectives and for ranks
+        # without a state.
+        steps = []
+        for other in range(num_ranks):
+            if other not in states or states[other].entered < state.entered:
+                steps.append((other, ""))
+    # A blocking torch.distributed call does not show which ranks it waits for, so infer them.
+    if not steps and state.runs_collective:
+        silent = [other for other in range(num_ranks) if other not in states]
+        candidates = silent + _late_ranks(states, state)
+        steps = [(other, "") for other in candidates]
+    return sorted(steps, key=lambda step: step[0] in states)
 
 
 def _late_ranks(states: Mapping[int, RankState], stuck: RankState) -> list[int]:
@@ -191,15 +206,16 @@ def _late_ranks(states: Mapping[int, RankState], stuck: RankState) -> list[int]:
     late = []
     for rank, state in states.items():
         is_waiting = bool(state.waits_for) or state.runs_collective
-        if (
-            not is_waiting
-            and state.entered == stuck.entered
-            and state.activity != OUTSIDE
-        ):
+        is_in_same_part = state.entered == stuck.entered
+        is_in_step = state.activity != OUTSIDE
+        if is_in_step and is_in_same_part and not is_waiting:
             late.append(rank)
-    return sorted(
-        late, key=lambda rank: (states[rank].activity != stuck.activity, rank)
-    )
+
+    def order(rank: int) -> tuple[bool, int]:
+        has_other_activity = states[rank].activity != stuck.activity
+        return has_other_activity, rank
+
+    return sorted(late, key=order)
 
 
 def process_state(host: str, pid: int) -> str:
@@ -228,19 +244,23 @@ def _connected_again(store: Any) -> Any:
     connection: Any
     if hasattr(store, "clone"):
         connection = store.clone()
-    # Stores in torch 2.7 lack `clone` and do not expose their prefix.
-    elif isinstance(
-        base := getattr(store, "_underlying_non_prefix_store", store), TCPStore
-    ):
-        connection = TCPStore(
-            base.host, base.port, is_master=False, wait_for_workers=False
-        )
     else:
-        connection = FileStore(base.path)
+        # Stores in torch 2.7 lack `clone` and do not expose their prefix.
+        base = getattr(store, "_underlying_non_prefix_store", store)
+        if isinstance(base, TCPStore):
+            connection = TCPStore(
+                base.host,
+                base.port,
+                is_master=False,
+                wait_for_workers=False,
+            )
+        else:
+            connection = FileStore(base.path)
     # The store may outlive the ranks (torchrun) or an attempt in the same processes (NVRx), so give
     # each attempt a prefix. Otherwise, the next attempt would find the previous attempt's verdict.
-    restarts = (*active.Environment.read().run, str(active.attempt() or 0))
-    prefix = "/".join(("megatron_ext/hang", *restarts))
+    environment = active.Environment.read()
+    attempt = str(active.attempt() or 0)
+    prefix = "/".join(("megatron_ext/hang", *environment.run, attempt))
     return PrefixStore(prefix, connection)
 
 
@@ -262,7 +282,8 @@ class Watchdog:
         *,
         ends_process: bool = True,
     ) -> None:
-        self._now, self.timeout_s = now, timeout_s
+        self._now = now
+        self.timeout_s = timeout_s
         self._ends_process = ends_process
         # Short enough to notice a time-out, and alarms from other ranks, without much delay.
         self._period_s = min(_ANSWER_S, timeout_s / 4)
@@ -310,7 +331,10 @@ class Watchdog:
                 daemon=True,
             ),
             threading.Thread(
-                target=self._watch_alone, args=(rank,), name="watchdog", daemon=True
+                target=self._watch_alone,
+                args=(rank,),
+                name="watchdog",
+                daemon=True,
             ),
         ]
         for thread in self._threads:
@@ -326,6 +350,7 @@ class Watchdog:
         for thread in self._threads:
             thread.join(2 * _ANSWER_S)
         self._threads.clear()
+        # Only the main thread may set a signal handler.
         if self._is_main and threading.current_thread() is threading.main_thread():
             signal.signal(_SIGNAL, self._old_handler or signal.SIG_DFL)
 
@@ -335,8 +360,8 @@ class Watchdog:
         limit_s = self.timeout_s + 2 * self._period_s + 4 * _ANSWER_S
         while not self._stop.wait(self._period_s):
             if self._verdict is None and self._lasts(limit_s):
-                reason = "the job's store does not answer"
-                self._end(rank, Verdict(f"{self._state(rank)}; {reason}", (rank,)))
+                chain = f"{self._state(rank)}; the job's store does not answer"
+                self._end(rank, Verdict(chain, (rank,)))
                 return
 
     def _watch(self, store: Any, rank: int, num_ranks: int) -> None:
@@ -344,10 +369,9 @@ class Watchdog:
         # A stopped rank cannot publish its state later, so publish its process now, for
         # other ranks to inspect. Do not publish in the training thread: a store that
         # does not answer blocks its callers.
+        process = json.dumps([socket.gethostname(), os.getpid()])
         with suppress(RuntimeError):
-            store.set(
-                f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()])
-            )
+            store.set(f"process/{rank}", process)
         while not self._stop.wait(self._period_s):
             stuck = self._lasts(self.timeout_s)
             try:
@@ -360,10 +384,9 @@ class Watchdog:
             except RuntimeError as error:  # the store's process may have died
                 if not stuck:
                     continue
-                reason = (
-                    "other ranks cannot be reached: " + str(error).partition("\n")[0]
-                )
-                verdict = Verdict(f"{self._state(rank)}; {reason}", (rank,))
+                reason = str(error).partition("\n")[0]
+                chain = f"{self._state(rank)}; other ranks cannot be reached: {reason}"
+                verdict = Verdict(chain, (rank,))
             if not self._stop.is_set():
                 self._end(rank, verdict)
             return
@@ -371,7 +394,8 @@ class Watchdog:
     def _lasts(self, limit_s: float) -> bool:
         """Return whether a training step has been in its current state for at least `limit_s`."""
         now = self._now()
-        return now.activity != OUTSIDE and time.monotonic() - now.since_s >= limit_s
+        duration_s = time.monotonic() - now.since_s
+        return now.activity != OUTSIDE and duration_s >= limit_s
 
     def _ask(self, store: Any, rank: int, num_ranks: int) -> Verdict:
         """Publish this rank's state, collect all ranks' states, and agree on the cause."""
@@ -382,27 +406,27 @@ class Watchdog:
         # explanation.
         if store.add("first", 1) > 1:
             store.wait(["verdict"], timedelta(seconds=3 * _ANSWER_S))
-            return Verdict(*json.loads(store.get("verdict")))
+            verdict_fields = json.loads(store.get("verdict"))
+            return Verdict(*verdict_fields)
         states = {rank: state}
         # The other ranks check for an alarm once per period, so wait for one period plus the time
         # that they need to answer.
         deadline = time.monotonic() + self._period_s + _ANSWER_S
         while len(states) < num_ranks and time.monotonic() < deadline:
-            for other in set(range(num_ranks)) - states.keys():
+            missing_ranks = set(range(num_ranks)) - states.keys()
+            for other in missing_ranks:
                 if store.check([f"state/{other}"]):
                     text = store.get(f"state/{other}").decode()
                     states[other] = RankState(**json.loads(text))
             self._stop.wait(0.1)
-        waiting = []
-        for waiting_rank, its_state in states.items():
-            if (
-                its_state.waits_for
-                or its_state.in_collective
-                or its_state.runs_collective
-            ):
-                waiting.append(waiting_rank)
+        waiting_ranks = []
+        for other, its_state in states.items():
+            is_in_collective = its_state.in_collective or its_state.runs_collective
+            if its_state.waits_for or is_in_collective:
+                waiting_ranks.append(other)
         # If no rank waits, start with the rank that raised the alarm.
-        start = min(waiting, default=int(store.get("alarm")))
+        alarming_rank = int(store.get("alarm"))
+        start = min(waiting_ranks, default=alarming_rank)
 
         def state_of_silent(silent: int) -> str:
             if not store.check([f"process/{silent}"]):
@@ -426,7 +450,8 @@ class Watchdog:
             if name.endswith("/torch/distributed/distributed_c10d.py"):
                 runs_collective = True
             if not any(folder in name for folder in _WRAPPER_FOLDERS):
-                where = f"{name.rpartition('/')[2]}:{frame.f_lineno} in {frame.f_code.co_name}"
+                file_name = name.rpartition("/")[2]
+                where = f"{file_name}:{frame.f_lineno} in {frame.f_code.co_name}"
             frame = frame.f_back
         now = self._now()
         return now._replace(
@@ -458,7 +483,6 @@ class Watchdog:
         if not self._ends_process:
             return
         # The error file tells the launcher which rank is to blame.
-        cause.write(
-            cause.of_error(HangError(verdict.message, verdict.culprit)), verdict.message
-        )
+        error = HangError(verdict.message, verdict.culprit)
+        cause.write(cause.of_error(error), verdict.message)
         os._exit(1)  # skip exit handlers: the cause of the hang would block them too

@@ -24,14 +24,28 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
 
 _SETTINGS = (
-    "pipeline_costs", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size", "context_parallel_size",
-    "expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size",
-    "global_batch_size", "num_layers", "hidden_size", "ffn_hidden_size",
-    "num_attention_heads", "seq_length", "num_experts",
-    "params_dtype", "recompute_granularity", "overlap_grad_reduce", "overlap_param_gather",
-    "use_distributed_optimizer", "sequence_parallel",
-)  # fmt: skip
+    "pipeline_costs",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "micro_batch_size",
+    "global_batch_size",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "num_experts",
+    "params_dtype",
+    "recompute_granularity",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "use_distributed_optimizer",
+    "sequence_parallel",
+)
 """Megatron arguments that may explain a duration. Our own settings are in the configuration."""
 
 
@@ -68,10 +82,14 @@ def identity_of(configuration: Active) -> Identity:
     tracing = configuration.config.tracing
     assert tracing is not None
     is_dynamic = configuration.config.dynamic is not None
-    default = Path("benchmark") / directory_name(place.sizes, dynamic=is_dynamic)
+    name = directory_name(place.sizes, dynamic=is_dynamic)
+    default = Path("benchmark") / name
+    directory = Path(tracing.directory or default)
     # All ranks share the table, so only one rank writes it.
-    schedule = _schedule(configuration, args) if place.rank == 0 else None
-    return Identity(Path(tracing.directory or default), header, schedule)
+    schedule = None
+    if place.rank == 0:
+        schedule = _schedule(configuration, args)
+    return Identity(directory, header, schedule)
 
 
 class _Place(NamedTuple):
@@ -99,20 +117,31 @@ def _place(configuration: Active) -> _Place:
     # In a disaggregated job, forward ranks are the first half of the pipeline, and backward ranks
     # the second half.
     if job is not None:
-        sizes = data_size, 2 * pipeline_size, job.ranks.tp
-        return _Place(job.rank, job.ranks.num_ranks, data, job.position, tensor, sizes)
-    sizes = data_size, pipeline_size, groups.get_tensor_model_parallel_world_size()
-    pipeline = groups.get_pipeline_model_parallel_rank()
-    return _Place(dist.get_rank(), dist.get_world_size(), data, pipeline, tensor, sizes)
+        return _Place(
+            rank=job.rank,
+            num_ranks=job.ranks.num_ranks,
+            data=data,
+            pipeline=job.position,
+            tensor=tensor,
+            sizes=(data_size, 2 * pipeline_size, job.ranks.tp),
+        )
+    tensor_size = groups.get_tensor_model_parallel_world_size()
+    return _Place(
+        rank=dist.get_rank(),
+        num_ranks=dist.get_world_size(),
+        data=data,
+        pipeline=groups.get_pipeline_model_parallel_rank(),
+        tensor=tensor,
+        sizes=(data_size, pipeline_size, tensor_size),
+    )
 
 
 def _clock_name() -> str:
     """Return a name for this boot of the host; ranks with the same name share a clock."""
     try:
         # Containers on one host have different host names, but share its clock and boot id.
-        return (
-            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        )
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return boot_id.strip()
     except OSError:
         return socket.gethostname()
 
@@ -137,7 +166,8 @@ def settings_of(configuration: Active, args: Any) -> dict[str, Any]:
         settings["transport"] = configuration.config.wire
     settings["device"] = devices.current().name
     # Ranks that share CPUs slow each other down, so forecasts need to know each rank's CPUs.
-    settings["cpus"] = ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0)))
+    cpus = sorted(os.sched_getaffinity(0))
+    settings["cpus"] = ",".join(map(str, cpus))
     settings["megatron_ext"] = __version__
     settings["megatron-core"] = core_version() or "unknown"
     settings["torch"] = installed("torch") or "unknown"
@@ -158,7 +188,10 @@ def settings_of(configuration: Active, args: Any) -> dict[str, Any]:
             settings["slice_tokens"] = pipeline.config.slice_tokens
         if pipeline.dynamic is not None:
             settings["dpp_policy"] = pipeline.dynamic.policy
-            margin = pipeline.margin_by_length if by_length else pipeline.dynamic.margin
+            if by_length:
+                margin = pipeline.margin_by_length
+            else:
+                margin = pipeline.dynamic.margin
             settings["dpp_extra_activations"] = margin
     return settings
 
@@ -168,9 +201,11 @@ def _schedule(configuration: Active, args: Any) -> Schedule | None:
     connected = configuration.pipeline or configuration.transport_only
     if connected is not None:
         return connected.full
+    if args is None:
+        return None
     job = configuration.job
-    pp = 1 if args is None else args.pipeline_model_parallel_size
-    if args is None or (pp < 2 and job is None):
+    pp = args.pipeline_model_parallel_size
+    if pp < 2 and job is None:
         return None
     num_microbatches = batches_of(args, pp, 1).num_microbatches
     if job is not None:

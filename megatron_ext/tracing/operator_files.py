@@ -58,7 +58,8 @@ class Place:
         direction, _, module = remainder.partition(":")
         # `int` would also accept signs, spaces and underscores.
         are_numbers = iteration.isdecimal() and microbatch.isdecimal()
-        if not are_numbers or direction not in ("forward", "backward") or not module:
+        is_direction = direction in ("forward", "backward")
+        if not are_numbers or not is_direction or not module:
             raise DataError(
                 f"{OPERATORS}={text} is not a place; give iteration, micro-batch, forward or "
                 "backward, and module, as in 1:0:forward:decoder.layers.2"
@@ -136,9 +137,13 @@ class OperatorFile:
 
 def write(folder: Path, content: OperatorFile) -> None:
     """Write a rank's file."""
-    lines = [json.dumps(asdict(content.header)), *map(json.dumps, content.operators)]
+    header_fields = asdict(content.header)
+    lines = [json.dumps(header_fields)]
+    for operator in content.operators:
+        lines.append(json.dumps(operator))
+    text = "".join(f"{line}\n" for line in lines)
     path = folder / FILE_NAME.format(content.header.rank)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
 
 
 def read_folder(folder: Path) -> dict[tuple[int, int], OperatorFile]:
@@ -148,10 +153,11 @@ def read_folder(folder: Path) -> dict[tuple[int, int], OperatorFile]:
         DataError: A file is damaged or has a different format version.
     """
     contents = {}
-    for path in sorted(folder.glob(FILE_NAME.format(0).replace("00000", "*"))):
+    pattern = FILE_NAME.format(0).replace("00000", "*")
+    for path in sorted(folder.glob(pattern)):
         try:
-            first, *lines = path.read_text(encoding="utf-8").splitlines()
-            fields = parse_json(first)
+            header_line, *lines = path.read_text(encoding="utf-8").splitlines()
+            fields = parse_json(header_line)
             if fields.get("format") != FORMAT:
                 raise ValueError(f"format {fields.get('format')}, not {FORMAT}")
             header = OperatorHeader(**fields)

@@ -66,26 +66,25 @@ class OperatorRecorder:
             microbatch: The number of the action's micro-batch within the global batch.
             action: The action that begins.
         """
-        is_place = (iteration, microbatch) == (
-            self.place.iteration,
-            self.place.microbatch,
-        )
-        if (
-            not is_place
-            or action.kind not in _KINDS[self.place.direction]
-            or self._mode
-        ):
+        place = self.place
+        is_microbatch = iteration == place.iteration and microbatch == place.microbatch
+        is_direction = action.kind in _KINDS[place.direction]
+        is_recording = self._mode is not None
+        if is_recording or not is_microbatch or not is_direction:
             return
         # Import this here, because recording digests does not need it and also works
         # with older torch releases.
         from torch.utils._debug_mode import DebugMode
 
         self._operators.clear()
-        self._action, self._first, self._end = action, None, None
+        self._action = action
+        self._first = None
+        self._end = None
         self._mode = ExitStack()
         # The hook below records results, so DebugMode does not need to describe them.
         self._mode.enter_context(DebugMode(record_output=False))
-        self._mode.enter_context(DebugMode.dispatch_hooks(record_hook=self._record))
+        hooks = DebugMode.dispatch_hooks(record_hook=self._record)
+        self._mode.enter_context(hooks)
 
     def begin_module(self) -> None:
         """Mark where the module's operators begin."""
@@ -109,9 +108,8 @@ class OperatorRecorder:
         # Read the fingerprints only now, because each read waits for the device.
         for name, shapes, fingerprint in self._operators[self._first : self._end]:
             norm, *projections = fingerprint.sizes.tolist()
-            operators.append(
-                Operator(name, shapes, fingerprint.text, norm, projections)
-            )
+            operator = Operator(name, shapes, fingerprint.text, norm, projections)
+            operators.append(operator)
         header = self._header
         written = OperatorHeader(
             header.rank,
@@ -149,14 +147,14 @@ class OperatorRecorder:
             return
         if "empty" in operator.__name__:
             return
-        tensors = [
-            leaf
-            for leaf in torch.utils._pytree.tree_leaves(result)
-            if isinstance(leaf, torch.Tensor)
-            and leaf.is_floating_point()
-            and leaf.numel()
-        ]
+        tensors: list[torch.Tensor] = []
+        for leaf in torch.utils._pytree.tree_leaves(result):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if leaf.is_floating_point() and leaf.numel():
+                tensors.append(leaf)
         if tensors:
-            shapes = [list(tensor.shape) for tensor in tensors]
             name = f"{operator.namespace}.{operator.__name__}"
-            self._operators.append((name, shapes, self._fingerprints.of(tensors[0])))
+            shapes = [list(tensor.shape) for tensor in tensors]
+            fingerprint = self._fingerprints.of(tensors[0])
+            self._operators.append((name, shapes, fingerprint))

@@ -34,7 +34,13 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _WAIT_NS = 20_000
 """Shortest wait to record. Shorter waits are noise: any receive on a device waits briefly."""
 
-_PARTS = ("stage", "microbatch", "slice", "part", "header")
+_PARTS = (
+    "stage",
+    "microbatch",
+    "slice",
+    "part",
+    "header",
+)
 """Attributes that, together with the kind, distinguish messages between two ranks."""
 _EXCHANGES = 1000
 """Added to a rank's row number to get its second row: the stream for exchanges between experts."""
@@ -50,8 +56,11 @@ def _title(name: str, attributes: Mapping[str, Any]) -> str:
         if "on" in attributes:
             return f"wait for rank {attributes['on']}"
         return f"wait: {attributes['cause']}"
-    number = attributes.get("iteration", attributes.get("microbatch"))
-    return name if number is None else f"{name} {number}"
+    microbatch = attributes.get("microbatch")
+    number = attributes.get("iteration", microbatch)
+    if number is None:
+        return name
+    return f"{name} {number}"
 
 
 class HostClock:
@@ -109,8 +118,8 @@ class DeviceClock:
         times_ns = []
         for event in stamps:
             # torch returns milliseconds. The value is negative for an event before the iteration.
-            took_ns = max(0, round(self._base.elapsed_time(event) * 1e6))
-            times_ns.append(self._begin_ns + took_ns)
+            elapsed_ns = round(self._base.elapsed_time(event) * 1e6)
+            times_ns.append(self._begin_ns + max(0, elapsed_ns))
         return times_ns
 
 
@@ -145,7 +154,8 @@ class Recorder:
         self._sampling = sampling
         self._file: IO[str] | None = None
         self._index = -1
-        self._number = self._begin_ns = 0
+        self._number = 0
+        self._begin_ns = 0
         self._spans: list[tuple[str, Any, Any, Mapping[str, Any]]] = []
         """The iteration's spans: name, start and end stamps, attributes."""
 
@@ -156,10 +166,10 @@ class Recorder:
         self._number = number
         self.notes = {}
         sampling = self._sampling
-        if (
-            sampling is None
-            or self._index % sampling.interval >= sampling.num_iterations
-        ):
+        if sampling is None:
+            return
+        index_in_interval = self._index % sampling.interval
+        if index_in_interval >= sampling.num_iterations:
             return
         # Open the file here, because its name contains ranks in groups that do not exist earlier.
         if self._file is None:
@@ -173,7 +183,11 @@ class Recorder:
         return self._clock.stamp()
 
     def add(
-        self, name: str, begin: Any, attributes: Mapping[str, Any], end: Any = None
+        self,
+        name: str,
+        begin: Any,
+        attributes: Mapping[str, Any],
+        end: Any = None,
     ) -> None:
         """Record a span from `begin` to now, or to `end`."""
         # Tracing may have stopped after `begin` was stamped.
@@ -200,38 +214,55 @@ class Recorder:
         # Resolve all stamps with a single wait for the device.
         stamps: list[Any] = []
         for _, begin, span_end, _ in spans:
-            stamps += begin, span_end
+            stamps.append(begin)
+            stamps.append(span_end)
         stamps.append(end)
         times_ns = self._clock.resolve(stamps, timeout_s)
         if times_ns is None:
             return
-        *span_times_ns, end_ns = times_ns
+        begin_times_ns = times_ns[:-1:2]
+        end_times_ns = times_ns[1::2]
+        end_ns = times_ns[-1]
         events = []
         for index, (name, _, _, attributes) in enumerate(spans):
-            begin_ns = span_times_ns[2 * index]
-            span_end_ns = span_times_ns[2 * index + 1]
-            if name != "wait" or span_end_ns - begin_ns >= _WAIT_NS:
+            begin_ns = begin_times_ns[index]
+            span_end_ns = end_times_ns[index]
+            is_noise = name == "wait" and span_end_ns - begin_ns < _WAIT_NS
+            if not is_noise:
                 events.append(self._event(name, begin_ns, span_end_ns, attributes))
         # With a device, the iteration lasts until both the host and the device are done.
         if isinstance(self._clock, DeviceClock):
             end_ns = time.monotonic_ns()
-        figures = {"iteration": self._number, "wires": self.wires, **self.notes}
+        figures = {
+            "iteration": self._number,
+            "wires": self.wires,
+            **self.notes,
+        }
         # Put the iteration last, because readers use it to recognise a complete line.
         events.append(self._event("iteration", self._begin_ns, end_ns, figures))
         # Continue the list that the first line opened: write a comma, then the events without
         # brackets.
-        self._put(f",{_encode(events)[1:-1]}\n")
+        list_text = _encode(events)
+        self._put(f",{list_text[1:-1]}\n")
 
     def _event(
-        self, name: str, begin_ns: int, end_ns: int, attributes: Mapping[str, Any]
+        self,
+        name: str,
+        begin_ns: int,
+        end_ns: int,
+        attributes: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Return the Chrome-trace event for a span."""
         # Chrome traces use microseconds.
         event: dict[str, Any] = {
-            "name": _title(name, attributes), "cat": name, "ph": "X", **self._row,
-            "ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3,
+            "name": _title(name, attributes),
+            "cat": name,
+            "ph": "X",
+            **self._row,
+            "ts": begin_ns / 1e3,
+            "dur": (end_ns - begin_ns) / 1e3,
             "args": attributes,
-        }  # fmt: skip
+        }
         if name == "exchange":
             event["tid"] += _EXCHANGES
         elif name in ("send", "receive") and "for" in attributes:
@@ -246,10 +277,13 @@ class Recorder:
         The sender and the receiver compute it independently. Unlike string hashes, Python's integer
         hashes are the same in every process. JavaScript can represent 53-bit integers.
         """
-        ends = attributes.get("from", self._rank), attributes.get("to", self._rank)
-        parts = (attributes.get(key, 0) for key in _PARTS)
-        message = self._number, *ends, ord(attributes["for"]), *parts
-        return hash(message) & (1 << 53) - 1
+        sender = attributes.get("from", self._rank)
+        receiver = attributes.get("to", self._rank)
+        kind = ord(attributes["for"])
+        parts = [attributes.get(key, 0) for key in _PARTS]
+        message = self._number, sender, receiver, kind, *parts
+        lowest_53_bits = (1 << 53) - 1
+        return hash(message) & lowest_53_bits
 
     def close(self) -> None:
         """Write the current iteration and end the list. The recorder cannot be used afterwards."""
@@ -277,9 +311,8 @@ class Recorder:
                 self._path.unlink(missing_ok=True)
                 if table is not None:
                     write_text(self._path, table_files.json_text(table))
-            self._path = directory / FILE_NAME.format(
-                header.data, header.pipeline, header.tensor
-            )
+            file_name = FILE_NAME.format(header.data, header.pipeline, header.tensor)
+            self._path = directory / file_name
             # Replace the old file instead of truncating it, because someone may be reading it.
             self._path.unlink(missing_ok=True)
             self._file = self._path.open("x", encoding="utf-8")
@@ -292,10 +325,15 @@ class Recorder:
                 f"--trace-dir, or remove --trace"
             ) from error
         self._rank = header.rank
-        process = header.data * header.sizes[1] + header.pipeline
-        self._row = {"pid": process, "tid": header.tensor}
+        _, pipeline_size, _ = header.sizes
+        process = header.data * pipeline_size + header.pipeline
+        self._row = {
+            "pid": process,
+            "tid": header.tensor,
+        }
         # Omit the closing bracket, because later lines continue the list.
-        self._put(f"{_encode(self._first_events(header))[:-1]}\n")
+        list_text = _encode(self._first_events(header))
+        self._put(f"{list_text[:-1]}\n")
 
     def _first_events(self, header: Header) -> list[dict[str, Any]]:
         """Return the events on the first line: the header and the row names."""
@@ -303,20 +341,39 @@ class Recorder:
         process_name = f"data {header.data} pipeline {header.pipeline}"
         row_name = f"rank {header.rank} on {header.host}"
         events: list[dict[str, Any]] = [
-            {"name": "run", "ph": "M", "args": {"format": FORMAT, **asdict(header)}},
-            {"name": "process_name", "ph": "M", "pid": process, "args": {"name": process_name}},
             {
-                "name": "process_sort_index", "ph": "M", "pid": process,
+                "name": "run",
+                "ph": "M",
+                "args": {"format": FORMAT, **asdict(header)},
+            },
+            {
+                "name": "process_name",
+                "ph": "M",
+                "pid": process,
+                "args": {"name": process_name},
+            },
+            {
+                "name": "process_sort_index",
+                "ph": "M",
+                "pid": process,
                 "args": {"sort_index": process},
             },
-            {"name": "thread_name", "ph": "M", **self._row, "args": {"name": row_name}},
-        ]  # fmt: skip
+            {
+                "name": "thread_name",
+                "ph": "M",
+                **self._row,
+                "args": {"name": row_name},
+            },
+        ]
         if header.settings.get("pairs"):
-            exchanges = {
+            exchanges_row = {
+                "name": "thread_name",
+                "ph": "M",
+                "pid": process,
                 "tid": self._row["tid"] + _EXCHANGES,
                 "args": {"name": f"{row_name}, exchanges of experts"},
             }
-            events.append(events[-1] | exchanges)
+            events.append(exchanges_row)
         return events
 
     def _put(self, line: str) -> None:
@@ -332,9 +389,11 @@ class Recorder:
         """Stop tracing; a full disk must not stop training."""
         remedy = "this rank stops tracing, and training continues"
         _LOG.warning("--trace: %s", cannot_write(self._path, error, remedy))
-        self._sampling, self.active = None, False
+        self._sampling = None
+        self.active = False
         self._spans.clear()
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             with suppress(OSError):  # closing tries to write the buffered data again
                 file.close()

@@ -90,9 +90,12 @@ class Header:
     @property
     def label(self) -> str:
         """The text shown to users."""
+        names = ("dp", "pp", "tp")
         places = (self.data, self.pipeline, self.tensor)
-        named = zip(("dp", "pp", "tp"), places, self.sizes, strict=True)
-        parts = [f"{name} {place}" for name, place, size in named if size > 1]
+        parts = []
+        for name, place, size in zip(names, places, self.sizes, strict=True):
+            if size > 1:
+                parts.append(f"{name} {place}")
         if not parts:
             return f"rank {self.rank}"
         return f"rank {self.rank} ({', '.join(parts)})"

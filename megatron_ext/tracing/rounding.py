@@ -26,20 +26,34 @@ def rounded_differently(tensor: torch.Tensor, *seeds: object) -> torch.Tensor:
     """
     generator = torch.Generator(device=tensor.device)
     # Do not use `hash`: it differs between processes, but all ranks must draw the same numbers.
-    generator.manual_seed(zlib.crc32(repr(seeds).encode()))
+    text = repr(seeds)
+    generator.manual_seed(zlib.crc32(text.encode()))
     # Compute in float32 or wider: in bfloat16, `1 + noise * eps` would be rounded to 1 or 1 + eps.
     wide = torch.promote_types(tensor.dtype, torch.float32)
     noise = torch.rand(
-        tensor.shape, generator=generator, dtype=wide, device=tensor.device
+        tensor.shape,
+        generator=generator,
+        dtype=wide,
+        device=tensor.device,
     )
+    relative_spacing = torch.finfo(tensor.dtype).eps
     # `2 * noise - 1` is uniform in `[-1, 1)`, in units of the dtype's relative spacing.
-    factor = 1 + (2 * noise - 1) * torch.finfo(tensor.dtype).eps
-    return (tensor.to(wide) * factor).to(tensor.dtype)
+    factor = 1 + (2 * noise - 1) * relative_spacing
+    rounded = tensor.to(wide) * factor
+    return rounded.to(tensor.dtype)
 
 
 def with_first(output: Any, first: torch.Tensor, replacement: torch.Tensor) -> Any:
     """Return a module's output with one of its tensors replaced."""
     if isinstance(output, torch.Tensor):
         return replacement
-    values = [replacement if value is first else value for value in output]
-    return values if isinstance(output, list) else tuple(values)
+    values = []
+    for value in output:
+        # Compare identities: `==` would compare elements.
+        if value is first:
+            values.append(replacement)
+        else:
+            values.append(value)
+    if isinstance(output, list):
+        return values
+    return tuple(values)

@@ -23,14 +23,12 @@ _WRITERS = ("tensorboard_dir", "wandb_project")
 _SHOWN = "MEGATRON_EXT_STEP_BUBBLE"
 """Environment variable that programs set to 1 on all ranks if they show `upstream/person_view.py`
 instead of the log."""
-# Fraction of the pipelines' time in which ranks are idle; bytes of activations and
-# gradients that all ranks send per second; fraction of actions that ran before an
-# earlier action in the table.
-_BUBBLE, _SENT, _JUMPED = (
-    "pipeline/bubble",
-    "pipeline/sent bytes per s",
-    "pipeline/out of order",
-)
+_BUBBLE = "pipeline/bubble"
+"""Fraction of the pipelines' time in which ranks are idle."""
+_SENT = "pipeline/sent bytes per s"
+"""Bytes of activations and gradients that all ranks send per second."""
+_JUMPED = "pipeline/out of order"
+"""Fraction of actions that ran before an earlier action in the table."""
 
 
 def are_asked_for(settings: Mapping[str, Any]) -> bool:
@@ -41,7 +39,8 @@ def are_asked_for(settings: Mapping[str, Any]) -> bool:
     """
     traces = active.required().config.tracing is not None
     shown = os.environ.get(_SHOWN) == "1"
-    return traces or shown or any(settings.get(name) for name in _WRITERS)
+    has_writer = any(settings.get(name) for name in _WRITERS)
+    return traces or shown or has_writer
 
 
 def report(iteration: int, writer: Any, wandb: Any) -> None:
@@ -71,9 +70,11 @@ def line_of(scalars: Mapping[str, float]) -> str:
     bubble = ""
     if _BUBBLE in scalars:
         bubble = f"bubble {100 * scalars[_BUBBLE]:.1f} %, "
+    sent_mib_per_s = scalars[_SENT] / 2**20
+    jumped_percent = 100 * scalars[_JUMPED]
     return (
-        f" pipeline: {bubble}{scalars[_SENT] / 2**20:.1f} MiB/s between ranks, "
-        f"{100 * scalars[_JUMPED]:.1f} % of the actions out of order"
+        f" pipeline: {bubble}{sent_mib_per_s:.1f} MiB/s between ranks, "
+        f"{jumped_percent:.1f} % of the actions out of order"
     )
 
 
@@ -88,28 +89,37 @@ def since_last() -> dict[str, float] | None:
     # The totals cover all steps so far, so subtract the totals at the last call.
     work, sent_bytes = totals()
     counts = [
-        work.busy_s, work.wall_s, float(work.out_of_order), float(work.actions), float(sent_bytes),
-    ]  # fmt: skip
+        work.busy_s,
+        work.wall_s,
+        float(work.out_of_order),
+        float(work.actions),
+        float(sent_bytes),
+    ]
     now_s = time.monotonic()
     runtimes = in_force()
     # On the first call, use the time within steps as the elapsed time.
-    last_s, last_counts = runtimes.last_counts or (
-        now_s - work.wall_s,
-        [0.0] * len(counts),
-    )
+    first_s = now_s - work.wall_s
+    zeros = [0.0] * len(counts)
+    last_s, last_counts = runtimes.last_counts or (first_s, zeros)
     runtimes.last_counts = now_s, counts
-    new = [count - last for count, last in zip(counts, last_counts, strict=True)]
-    new.append(now_s - last_s)
+    # The order of these values is that of the unpacking below.
+    increases = []
+    for count, last_count in zip(counts, last_counts, strict=True):
+        increases.append(count - last_count)
+    increases.append(now_s - last_s)
     # The default group's backend only accepts tensors on its device.
     backend = devices.current()
     device = backend.torch_device(dist.get_node_local_rank(0))
     # Give each rank a row, so that the sum gathers all values, including the largest wall time.
-    ranks = torch.zeros(
-        dist.get_world_size(), len(new), dtype=torch.float32, device=device
+    increases_by_rank = torch.zeros(
+        dist.get_world_size(),
+        len(increases),
+        dtype=torch.float32,
+        device=device,
     )
-    ranks[dist.get_rank()] = torch.tensor(new, dtype=torch.float32)
-    dist.all_reduce(ranks)
-    busy_s, wall_s, jumped, actions, sent, passed_s = ranks.T.tolist()
+    increases_by_rank[dist.get_rank()] = torch.tensor(increases, dtype=torch.float32)
+    dist.all_reduce(increases_by_rank)
+    busy_s, wall_s, jumped, actions, sent, passed_s = increases_by_rank.T.tolist()
     if not max(wall_s) or not sum(actions):
         return None
     scalars = {

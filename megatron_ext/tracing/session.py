@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Expected
     from megatron_ext.transport.observed import WaitsFor
 
-_OFFLOADING = "cpu_offloading", "fine_grained_activation_offloading"
+_OFFLOADING = (
+    "cpu_offloading",
+    "fine_grained_activation_offloading",
+)
 """Model settings that move activations from the device to the host."""
 _CAUSES = {"D": "leader", "C": "credit"}
 """Message kind -> cause of a wait for it; for all other kinds, the cause is `input`."""
@@ -54,8 +57,9 @@ def subscribe(configuration: Active) -> None:
     timeout_s = configuration.config.hang_timeout_s
     if not (has_spans or sampling is not None or timeout_s is not None):
         return
-    if any(isinstance(observer, Session) for observer in configuration.observers):
-        return
+    for observer in configuration.observers:
+        if isinstance(observer, Session):
+            return
     session = Session(configuration)
     session.has_spans = has_spans
     if timeout_s is not None:
@@ -63,7 +67,9 @@ def subscribe(configuration: Active) -> None:
         # stuck rank and restarts the ranks that wait for it.
         restarts_in_process = active.attempt() is not None
         session.watchdog = Watchdog(
-            lambda: session.state, timeout_s, ends_process=not restarts_in_process
+            lambda: session.state,
+            timeout_s,
+            ends_process=not restarts_in_process,
         )
     device = devices.current()
     clock = HostClock() if device.is_host else DeviceClock(device)
@@ -82,9 +88,8 @@ class Session(Observer):
         self.has_spans = False
         """Whether Megatron's telemetry has spans for actions and messages."""
         self._configuration = configuration
-        is_forward = (
-            configuration.job is not None and configuration.job.role == "forward"
-        )
+        job = configuration.job
+        is_forward = job is not None and job.role == "forward"
         self._entered = math.inf if is_forward else 0.0
         """Number of collectives that the rank has entered; infinite for forward ranks, which enter
         none."""
@@ -95,9 +100,7 @@ class Session(Observer):
         self._compute: StageCompute | None = None
         self._outstanding: dict[Message, int] = {}
         """Expected message that has not arrived -> its sender."""
-        self._open_spans: list[
-            tuple[Any, Callable[[Mapping[str, Any]], None] | None]
-        ] = []
+        self._open_spans: list[tuple[Any, telemetry.EndSpan | None]] = []
         """Nested spans in progress: the start stamp (None if not recorded), and the function that
         ends the span in Megatron's telemetry. Plain tuples, because every event in a step creates
         one."""
@@ -123,7 +126,8 @@ class Session(Observer):
         previous_number = self._number
         num_done = self._configuration.iteration
         if num_done is None:
-            num_done = getattr(megatron_arguments(), "curr_iteration", previous_number)
+            arguments = megatron_arguments()
+            num_done = getattr(arguments, "curr_iteration", previous_number)
         self._number = 1 + num_done
         if self._number == previous_number:
             # Megatron's rerun state machine has discarded the previous attempt at this step.
@@ -157,7 +161,8 @@ class Session(Observer):
                 notes = self.recorder.notes
                 if failed:
                     notes["failed"] = True
-                notes["memory_bytes"] = devices.current().peak_memory_bytes()
+                device = devices.current()
+                notes["memory_bytes"] = device.peak_memory_bytes()
                 if self._activation_bytes:
                     stages = {stage for stage, _ in self._activation_bytes}
                     total_bytes = sum(self._activation_bytes.values())
@@ -195,8 +200,12 @@ class Session(Observer):
 
     def read(self, microbatch: int, item: Any) -> None:
         """Record a micro-batch's length in the trace."""
-        if self.recorder.active and (size := item_size(item)) is not None:
-            self.recorder.notes.setdefault("lengths", {})[microbatch] = size
+        if not self.recorder.active:
+            return
+        size = item_size(item)
+        if size is not None:
+            lengths = self.recorder.notes.setdefault("lengths", {})
+            lengths[microbatch] = size
 
     def begin_step(self, compute: StageCompute) -> None:
         """Keep the object that holds a step's activations and record the slice sizes."""
@@ -213,7 +222,10 @@ class Session(Observer):
     def end_action(self, position: int, action: Action) -> None:
         """Record an action and, after a stage's first forward pass, the size of its activations."""
         stage, kind, microbatch, slice_index = action
-        attributes = {"microbatch": microbatch, "stage": stage}
+        attributes = {
+            "microbatch": microbatch,
+            "stage": stage,
+        }
         if slice_index:
             attributes["slice"] = slice_index
         self._end(ACTION_NAMES[kind], attributes)
@@ -224,17 +236,31 @@ class Session(Observer):
         elif kind in ("F", "R") and (stage, slice_index) not in self._activation_bytes:
             saved = compute.saved_tensors(action)
             if saved is not None:
-                chunk = compute.table.schedule.placement.chunk_of(stage)
-                self.made(stage, saved[1], compute.call.chunks[chunk], slice_index)
+                _, outputs = saved
+                placement = compute.table.schedule.placement
+                chunk = placement.chunk_of(stage)
+                model = compute.call.chunks[chunk]
+                self.made(stage, outputs, model, slice_index)
 
     def begin_exchange(self) -> None:
         """Stamp the stream in which experts exchange tokens."""
         self._begin()
 
-    def end_exchange(self, kind: Kind, stage: int, microbatch: int, layer: int) -> None:
+    def end_exchange(
+        self,
+        kind: Kind,
+        stage: int,
+        microbatch: int,
+        layer: int,
+    ) -> None:
         """Record the token exchange."""
-        about = {"of": kind, "microbatch": microbatch, "stage": stage, "layer": layer}
-        self._end("exchange", about)
+        attributes = {
+            "of": kind,
+            "microbatch": microbatch,
+            "stage": stage,
+            "layer": layer,
+        }
+        self._end("exchange", attributes)
 
     def made(
         self,
@@ -270,12 +296,17 @@ class Session(Observer):
 
     def begin_send(self, message: Message, target: int) -> None:
         """Report that the rank may wait until the peer has room for the message."""
-        self._now(f"sends {made_by(message)} to rank {target}", [(target, "room")])
+        activity = f"sends {made_by(message)} to rank {target}"
+        self._now(activity, [(target, "room")])
         self._begin("send")
 
     def end_send(self, message: Message, target: int, num_bytes: int) -> None:
         """Record a send."""
-        attributes = {"to": target, **_attributes_of(message), "bytes": num_bytes}
+        attributes = {
+            "to": target,
+            **_attributes_of(message),
+            "bytes": num_bytes,
+        }
         # Weights are sent between steps, so they are not pipeline traffic.
         name = "weights" if message.kind == "W" else "send"
         self._end(name, attributes)
@@ -286,12 +317,20 @@ class Session(Observer):
         self._begin("receive")
 
     def end_receive(
-        self, message: Message, source: int, num_bytes: int, waited_s: float
+        self,
+        message: Message,
+        source: int,
+        num_bytes: int,
+        waited_s: float,
     ) -> None:
         """Record a receive and the wait at its start."""
         begin, end_span = self._open_spans.pop()
         message_attributes = _attributes_of(message)
-        received = {"from": source, **message_attributes, "bytes": num_bytes}
+        received = {
+            "from": source,
+            **message_attributes,
+            "bytes": num_bytes,
+        }
         if end_span is not None:
             end_span({**received, "waited_s": waited_s})
         recorder = self.recorder
@@ -299,12 +338,17 @@ class Session(Observer):
             end = recorder.stamp()
             if message_attributes:
                 cause = _CAUSES.get(message.kind, "input")
-                awaited = {"cause": cause, "on": source, **message_attributes}
+                awaited = {
+                    "cause": cause,
+                    "on": source,
+                    **message_attributes,
+                }
                 # On a host, split the span where the wait ended. On a device, only the event at the
                 # end shows when the message had arrived, so the whole span counts as a wait.
                 arrival = end
                 if isinstance(begin, int):
-                    arrival = begin + round(1e9 * waited_s)
+                    waited_ns = round(1e9 * waited_s)
+                    arrival = begin + waited_ns
                 recorder.add("wait", begin, awaited, arrival)
                 begin = arrival
             name = "receive" if message_attributes else "weights"
@@ -317,19 +361,19 @@ class Session(Observer):
         if cause == "slot":
             self._now("waits until a peer receives a message that it sent")
         else:
-            waits = [
-                (source, made_by(message))
-                for message, source in self._outstanding.items()
-            ]
-            self._now("waits", waits)
+            waits_for = []
+            for message, source in self._outstanding.items():
+                waits_for.append((source, made_by(message)))
+            self._now("waits", waits_for)
         self._begin("wait")
 
     def end_wait(self, cause: WaitsFor, arrived: Sequence[Message]) -> None:
         """Record a wait and the message that ended it."""
         attributes: dict[str, Any] = {"cause": cause}
         if arrived and arrived[0] in self._outstanding:
-            attributes["on"] = self._outstanding[arrived[0]]
-            attributes |= _attributes_of(arrived[0])
+            message = arrived[0]
+            attributes["on"] = self._outstanding[message]
+            attributes |= _attributes_of(message)
         self._end("wait", attributes)
         self.arrived(arrived)
         self._now("continues")
@@ -366,8 +410,12 @@ class Session(Observer):
         )
 
     def _begin(self, span: str = "") -> None:
-        end_span = telemetry.begin(span) if span and self.has_spans else None
-        begin = self.recorder.stamp() if self.recorder.active else None
+        end_span = None
+        if span and self.has_spans:
+            end_span = telemetry.begin(span)
+        begin = None
+        if self.recorder.active:
+            begin = self.recorder.stamp()
         self._open_spans.append((begin, end_span))
 
     def _end(self, name: str, attributes: Mapping[str, Any]) -> None:
@@ -386,15 +434,17 @@ def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -
     pass, and the copies lack the attributes that Megatron sets on parameters.
     """
     # Exclude weights, because they are in memory anyway.
-    weights = {
-        parameter.untyped_storage().data_ptr() for parameter in model.parameters()
-    }
+    weight_addresses: set[int] = set()
+    for parameter in model.parameters():
+        storage = parameter.untyped_storage()
+        weight_addresses.add(storage.data_ptr())
     # Count each storage once, because several saved tensors may share it.
     bytes_of_storages: dict[int, int] = {}
     for tensor in _saved_tensors(outputs):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            bytes_of_storages[storage.data_ptr()] = storage.nbytes()
+        address = storage.data_ptr()
+        if address not in weight_addresses:
+            bytes_of_storages[address] = storage.nbytes()
     return sum(bytes_of_storages.values())
 
 
@@ -420,8 +470,9 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
     # torch's own nodes have an attribute for each tensor that they keep; custom nodes have a tuple.
     names = [name for name in dir(node) if name.startswith("_saved_")]
     for name in names or ["saved_tensors"]:
-        saved = getattr(node, name, None)
-        candidates = saved if isinstance(saved, tuple | list) else (saved,)
+        candidates = getattr(node, name, None)
+        if not isinstance(candidates, tuple | list):
+            candidates = (candidates,)
         for candidate in candidates:
             if isinstance(candidate, torch.Tensor):
                 yield candidate
@@ -431,8 +482,11 @@ def _attributes_of(message: Message) -> dict[str, Any]:
     """Return the attributes that identify a message in a trace; empty for weights."""
     if message.kind == "W":  # sent between steps, outside of any pipeline
         return {}
-    kind, stage, microbatch = message[:3]
-    attributes: dict[str, Any] = {"for": kind, "stage": stage, "microbatch": microbatch}
+    attributes: dict[str, Any] = {
+        "for": message.kind,
+        "stage": message.stage,
+        "microbatch": message.microbatch,
+    }
     for name in ("slice", "part", "header"):
         if value := getattr(message, name):
             attributes[name] = value

@@ -74,7 +74,8 @@ class StepRecord(Observer):
         self._schedule = schedule.name
         self._is_carried = True
         if schedule.slice_sizes:
-            self._num_slices = max(map(len, schedule.slice_sizes))
+            slice_counts = [len(sizes) for sizes in schedule.slice_sizes]
+            self._num_slices = max(slice_counts)
 
     @property
     def is_complete(self) -> bool:
@@ -106,11 +107,16 @@ class StepRecord(Observer):
         """
         # The conversions wait for the device, so read the clock after them.
         loss_values = {name: float(loss) for name, loss in losses.items()}
-        norm = None if gradient_norm is None else float(gradient_norm)
+        norm = None
+        if gradient_norm is not None:
+            norm = float(gradient_norm)
         now_s = time.monotonic()
         duration_s = None
         if self._begin_s is not None:
             duration_s = now_s - self._begin_s
+        arguments = megatron_arguments()
+        wires = sorted(self._wires) if self._is_carried else None
+        departures = self._configuration.departures
         step = {
             "iteration": iteration,
             "losses": loss_values,
@@ -118,18 +124,16 @@ class StepRecord(Observer):
             "skipped": skipped,
             "learning_rate": learning_rate,
             "duration_s": duration_s,
-            "consumed_samples": getattr(
-                megatron_arguments(), "consumed_train_samples", None
-            ),
+            "consumed_samples": getattr(arguments, "consumed_train_samples", None),
             "memory_bytes": devices.current().peak_memory_bytes(),
             "schedule": self._schedule,
-            "wires": sorted(self._wires) if self._is_carried else None,
+            "wires": wires,
             "num_slices": self._num_slices,
-            "departures": self._configuration.departures[self._num_departures :],
+            "departures": departures[self._num_departures :],
         }
         self._append(step)
         self._num_steps += 1
-        self._num_departures = len(self._configuration.departures)
+        self._num_departures = len(departures)
         # Reset these now: a step that is not run by a table reports nothing.
         self._schedule = MEGATRONS
         self._is_carried = False
@@ -149,8 +153,10 @@ class StepRecord(Observer):
             # that the file contains all steps even if the rank is killed later.
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
             if is_new:
-                self._file.write(json.dumps(_header()) + "\n")
-        self._file.write(json.dumps(content) + "\n")
+                header_line = json.dumps(_header())
+                self._file.write(header_line + "\n")
+        step_line = json.dumps(content)
+        self._file.write(step_line + "\n")
 
 
 def _header() -> dict[str, Any]:
@@ -181,7 +187,9 @@ def requested() -> StepRecord | None:
             return observer
     # Use the launcher's rank, because torch.distributed numbers the ranks of each role
     # in a disaggregated job from 0.
-    path = Path(folder) / f"rank-{os.environ.get('RANK', '0')}.jsonl"
-    record = StepRecord(in_force, path, int(os.environ[LIMIT]))
+    rank = os.environ.get("RANK", "0")
+    path = Path(folder) / f"rank-{rank}.jsonl"
+    limit = int(os.environ[LIMIT])
+    record = StepRecord(in_force, path, limit)
     in_force.observers.append(record)
     return record

@@ -8,8 +8,12 @@ from typing import Any
 
 from megatron_ext.tracing.records import ACTION_NAMES
 
-_ACTIONS, _MESSAGES = "microbatch", "communication"
-"""Megatron's names for the span groups that `--otel-span-groups` enables."""
+# Megatron's names for the span groups that `--otel-span-groups` enables.
+_ACTIONS = "microbatch"
+_MESSAGES = "communication"
+
+EndSpan = Callable[[Mapping[str, Any]], None]
+"""Ends a span, given its attributes."""
 
 
 def is_on() -> bool:
@@ -17,12 +21,12 @@ def is_on() -> bool:
     # Do not import the module: if telemetry is set up, the host has already imported
     # it.
     state = sys.modules.get("nemo.lens.state")
-    return state is not None and any(
-        map(state.is_span_group_enabled, (_ACTIONS, _MESSAGES))
-    )
+    if state is None:
+        return False
+    return any(map(state.is_span_group_enabled, (_ACTIONS, _MESSAGES)))
 
 
-def begin(name: str) -> Callable[[Mapping[str, Any]], None]:
+def begin(name: str) -> EndSpan:
     """Begin a span inside the step's span; return the function that ends it.
 
     The function takes the span's attributes. Nested spans must end before the spans around them.
