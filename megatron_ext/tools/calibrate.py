@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 _MOST_EXPERTS = 8
 """Maximum number of experts to build on one device. More experts would only use more memory,
 because the number of tokens per expert would not change."""
-_LEAST_REPEATS, _ENOUGH_S = 5, 3.0
+_LEAST_REPEATS = 5
+_ENOUGH_S = 3.0
 _GIVES = ("calibrate", "model", "size", "devices", "seq_length", "fix")
 
 
@@ -69,10 +70,9 @@ def run(args: argparse.Namespace) -> int:
     name, memory_gib = devices.name_and_memory()
     described = _described(name, args.devices)
     seconds = measure(model, sharding)
-    formula = {
-        part: computation(model, part, sharding, described, frozenset())
-        for part in seconds
-    }
+    formula: dict[str, Part] = {}
+    for part in seconds:
+        formula[part] = computation(model, part, sharding, described, frozenset())
     ratios_by_part = dict(factors(seconds, formula))
     print(_report(seconds, ratios_by_part))
     # The device file references the device's description and contains only the
@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
         "measured": f"{today} on {name}, {model.name}, {shape}: plan --calibrate"
     }
     try:
-        write_text(path, json.dumps(content, indent=1) + "\n")
+        text = json.dumps(content, indent=1)
+        write_text(path, text + "\n")
     except OSError as error:
         raise ArgumentsError(
             cannot_write(path, error, "give another --calibrate")
@@ -106,7 +107,8 @@ def _sharding(args: argparse.Namespace, model: ModelSizes) -> Sharding:
         raise ArgumentsError(
             f"--seq-length is {sequence or 'missing'}; add, for example, --seq-length 4096"
         )
-    key, _, number = (args.fix or "micro_batch=1").partition("=")
+    assignment = args.fix or "micro_batch=1"
+    key, _, number = assignment.partition("=")
     if key != "micro_batch" or not number.isdecimal() or not int(number):
         raise ArgumentsError(
             f"--fix {args.fix}: --calibrate accepts only micro_batch; use --fix micro_batch=2"
@@ -139,7 +141,8 @@ def _report(
     rows = [["part", "forward ms", "input ms", "weight ms", "of the description's"]]
     for part, ratios in ratios_by_part.items():
         times_ms = [f"{1e3 * time_s:.3f}" for time_s in seconds[part]]
-        rows.append([part, *times_ms, " ".join(f"{ratio:.2f}" for ratio in ratios)])
+        ratios_text = " ".join(f"{ratio:.2f}" for ratio in ratios)
+        rows.append([part, *times_ms, ratios_text])
     return aligned(rows)
 
 
@@ -160,14 +163,14 @@ def measure(model: ModelSizes, sharding: Sharding) -> dict[str, Passes]:
             f"{model.name} has other layers; remove --calibrate"
         )
     with _Bench(model, sharding) as bench:
-        measured: dict[str, Passes] = {
-            kind: bench.passes(kind) for kind in sorted(kinds)
-        }
+        measured: dict[str, Passes] = {}
+        for kind in sorted(kinds):
+            measured[kind] = bench.passes(kind)
         # Any kind of layer will do, because its time is subtracted.
-        kind = min(kinds)
-        layer = measured[kind]
-        with_embedding = bench.passes(kind, pre=True)
-        with_loss = bench.passes(kind, post=True)
+        any_kind = min(kinds)
+        layer = measured[any_kind]
+        with_embedding = bench.passes(any_kind, pre=True)
+        with_loss = bench.passes(any_kind, post=True)
     embedding = _beyond(with_embedding, layer)
     # A model with the embedding has no input gradient, so its backward pass was
     # measured as a whole. Subtract the layer's input gradient as well. The formula
@@ -192,7 +195,8 @@ class _Bench:
     """Builds and times one-layer Megatron models in a world of one process."""
 
     def __init__(self, model: ModelSizes, sharding: Sharding) -> None:
-        self.model, self.sharding = model, sharding
+        self.model = model
+        self.sharding = sharding
 
     def __enter__(self) -> _Bench:
         # Megatron must not be imported before this call.
@@ -338,11 +342,17 @@ class _Bench:
         tokens = torch.randint(self.model.vocabulary, shape, device=torch_device)
         positions = torch.arange(sequence, device=torch_device).expand(*shape)
         mask_shape = 1, 1, sequence, sequence
-        mask = torch.ones(*mask_shape, dtype=torch.bool, device=torch_device).triu(1)
+        mask = torch.ones(*mask_shape, dtype=torch.bool, device=torch_device)
+        mask = mask.triu(1)
+        any_weight = next(built.parameters())
         hidden = torch.randn(
-            sequence, self.sharding.micro_batch, self.model.hidden,
-            device=torch_device, requires_grad=True, dtype=next(built.parameters()).dtype,
-        )  # fmt: skip
+            sequence,
+            self.sharding.micro_batch,
+            self.model.hidden,
+            device=torch_device,
+            requires_grad=True,
+            dtype=any_weight.dtype,
+        )
 
         def forward() -> Any:
             if not pre:
@@ -351,7 +361,8 @@ class _Bench:
                 return built(tokens, positions, mask, labels=None)
             # The model returns one loss per token. Megatron's loss function sums them
             # in float32.
-            return built(tokens, positions, mask, labels=tokens).float().mean()
+            losses = built(tokens, positions, mask, labels=tokens)
+            return losses.float().mean()
 
         def timed(run: Callable[[], Any]) -> tuple[float, Any]:
             # Kernels run asynchronously, so wait for earlier ones before starting the
@@ -364,8 +375,11 @@ class _Bench:
 
         # Megatron adds the embedding's gradient to its buffer with a separate kernel, which is part
         # of the embedding's cost.
-        table: Any = built.embedding.word_embeddings.weight if pre else None
-        buffer: Any = torch.zeros_like(table, dtype=torch.float32) if pre else None
+        table: Any = None
+        buffer: Any = None
+        if pre:
+            table = built.embedding.word_embeddings.weight
+            buffer = torch.zeros_like(table, dtype=torch.float32)
 
         def backward(out: Any) -> float:
             gradient = None if post else torch.ones_like(out)
@@ -379,7 +393,8 @@ class _Bench:
                     buffer.add_(table.grad)
                     table.grad = None
 
-            return timed(run)[0]
+            backward_s, _ = timed(run)
+            return backward_s
 
         forwards = []
         wholes = []
@@ -404,7 +419,9 @@ class _Bench:
             number += 1
         # Use the shortest times, because other work on the machine can only increase
         # them.
-        return Passes(min(forwards), min(inputs), max(0.0, min(wholes) - min(inputs)))
+        input_s = min(inputs)
+        weight_s = max(0.0, min(wholes) - input_s)
+        return Passes(min(forwards), input_s, weight_s)
 
 
 def of_trace(
@@ -461,9 +478,9 @@ def of_trace(
     # layers' time.
     for name, stage in ends.items():
         layers = _sum([measured[kind] for kind in kinds_of_stages[stage]])
-        end_s = [
-            stage_s - layer_s for stage_s, layer_s in _by_pass(times[stage], layers)
-        ]
+        end_s = []
+        for stage_s, layer_s in _by_pass(times[stage], layers):
+            end_s.append(stage_s - layer_s)
         end = Passes(*end_s)
         if not schedule.splits_backward:
             end = _split_like(end, formula[name])
@@ -499,7 +516,8 @@ def _sharding_of(run: Run, model: ModelSizes) -> Sharding:
         DataError: The run trained a different model or used settings that hide the cost of layers.
     """
     settings = run.settings
-    for name, size in (("num_layers", model.num_layers), ("hidden_size", model.hidden)):
+    sizes = {"num_layers": model.num_layers, "hidden_size": model.hidden}
+    for name, size in sizes.items():
         if settings.get(name) not in (None, size):
             raise DataError(
                 f"{run.directory} contains traces of a model with {name} {settings[name]} instead "
@@ -531,7 +549,8 @@ def _kinds_of_stages(
     layout = run.settings.get("pipeline_model_parallel_layout")
     counts = [model.num_layers // num_stages] * num_stages
     if layout is not None:
-        counts = [stage.count("t") for stage in parse_layout(str(layout))]
+        stages = parse_layout(str(layout))
+        counts = [stage.count("t") for stage in stages]
     if len(counts) != num_stages or sum(counts) != model.num_layers:
         raise DataError(
             f"{run.directory} does not say how many layers each of its {num_stages} stages has"
@@ -542,13 +561,20 @@ def _kinds_of_stages(
 
 def _split_like(passes: Passes, formula: Passes) -> Passes:
     """Divide the time of an unsplit backward pass in the same ratio as in the formula."""
-    share = (passes.input + passes.weight) / (formula.input + formula.weight)
-    return passes._replace(input=share * formula.input, weight=share * formula.weight)
+    backward_s = passes.input + passes.weight
+    backward_cost_s = formula.input + formula.weight
+    share = backward_s / backward_cost_s
+    return passes._replace(
+        input=share * formula.input,
+        weight=share * formula.weight,
+    )
 
 
 def _sum(parts: Sequence[tuple[float, float, float]]) -> Passes:
     """Return the sum per pass; an end stage without layers has no parts."""
-    forward_s = input_s = weight_s = 0.0
+    forward_s = 0.0
+    input_s = 0.0
+    weight_s = 0.0
     for part_forward_s, part_input_s, part_weight_s in parts:
         forward_s += part_forward_s
         input_s += part_input_s

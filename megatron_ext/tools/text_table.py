@@ -11,11 +11,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     Raises:
         ValueError: The rows have different numbers of cells.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = []
+    for column in zip(*rows, strict=True):
+        widths.append(max(len(cell) for cell in column))
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0])]
+        padded_cells = [row[0].ljust(widths[0])]
         for cell, width in zip(row[1:], widths[1:], strict=True):
-            cells.append(cell.rjust(width))
-        lines.append("  ".join(cells))
+            padded_cells.append(cell.rjust(width))
+        lines.append("  ".join(padded_cells))
     return "\n".join(lines)

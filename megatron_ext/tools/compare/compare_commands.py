@@ -33,7 +33,13 @@ def add_subcommand(subparsers: Any) -> None:
         "command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
     )
     # `launch` settings that `compare` does not expose as flags.
-    parser.set_defaults(run=_run, per_node=False, run_id=None, raw=False, spares=0)
+    parser.set_defaults(
+        run=_run,
+        per_node=False,
+        run_id=None,
+        raw=False,
+        spares=0,
+    )
     parser.set_defaults(keep_going=False, reserve=None)
 
 
@@ -151,7 +157,8 @@ def _run(args: argparse.Namespace) -> int:
     words = sys.argv[1:]
     # Take the words between the subcommand and the training command. `compare` uses
     # some of them; the rest are options for `launch`, passed unchanged to every run.
-    options = launch_words(words[1 : len(words) - len(args.command_words)])
+    end = len(words) - len(args.command_words)
+    options = launch_words(words[1:end])
     if args.folders:
         from megatron_ext.tools.compare.folders import compare_folders
 

@@ -66,7 +66,8 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
             f"--folders got {len(folders)}; pass the folders of the reference and the candidate, "
             "and optionally that of a run to learn tolerances from"
         )
-    if len({folder.resolve() for folder in folders}) < len(folders):
+    distinct_folders = {folder.resolve() for folder in folders}
+    if len(distinct_folders) < len(folders):
         raise ArgumentsError(
             "--folders got the same folder twice; record each run in its own folder"
         )
@@ -85,7 +86,8 @@ def compare_folders(args: argparse.Namespace, launch_options: Sequence[str]) -> 
     elif comparison.gap:
         code = outcome.FAILED
     if args.json:
-        print(json.dumps(_as_json(comparison, code), indent=1, allow_nan=False))
+        content = _as_json(comparison, code)
+        print(json.dumps(content, indent=1, allow_nan=False))
     else:
         print(_text(comparison))
     return code
@@ -95,9 +97,8 @@ def _compare_operators(reference: Path, candidate: Path, *, as_json: bool) -> in
     comparison = first_operator(reference, candidate)
     code = outcome.EQUAL if comparison.are_equal else outcome.DIFFERENT
     if as_json:
-        print(
-            json.dumps({"operator": comparison.sentence, "exit_code": code}, indent=1)
-        )
+        content = {"operator": comparison.sentence, "exit_code": code}
+        print(json.dumps(content, indent=1))
     else:
         print(comparison.sentence)
     return code

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megatron_ext.errors import DataError
 from megatron_ext.tracing.digest_files import (
@@ -78,8 +78,12 @@ class Origin:
 
     def __str__(self) -> str:
         """Return a readable description of where the tensor was computed."""
-        rank = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
-        return f"{self.action}, {rank}" if self.action else rank
+        text = f"rank {self.rank}"
+        if self.host:
+            text += f" on {self.host}"
+        if self.action:
+            text = f"{self.action}, {text}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -116,13 +120,16 @@ class Difference:
         """Description of the tensor."""
         where = self.module
         if self.layer is not None:
-            where = f"layer {self.layer}" + (f", {self.module}" if self.module else "")
+            where = f"layer {self.layer}"
+            if self.module:
+                where += f", {self.module}"
         if self.kind == "forward":
             return f"the output of {where}"
         # For the whole model, the recorded gradient is that of the output, but for a
         # module, it is that of the input.
         if self.kind == "backward":
-            return f"the gradient of the {'output' if where == 'model' else 'input'} of {where}"
+            end = "output" if where == "model" else "input"
+            return f"the gradient of the {end} of {where}"
         names = {
             "weight gradient": "the weight gradient",
             "reduced gradient": "the reduced gradient",
@@ -144,7 +151,7 @@ class Difference:
             return f"{moment}, micro-batch {self.microbatches[0]}"
         if len(self.microbatches) == self.num_microbatches:
             return f"{moment}, all {self.num_microbatches} micro-batches"
-        numbers = ", ".join(map(str, self.microbatches[:8]))
+        numbers = ", ".join(str(number) for number in self.microbatches[:8])
         continuation = ", ..." if len(self.microbatches) > 8 else ""
         count = f"{len(self.microbatches)} of {self.num_microbatches}"
         return f"{moment}, {count} micro-batches ({numbers}{continuation})"
@@ -204,10 +211,12 @@ def compare(
         DataError: A folder has no digests, damaged digests, or digests from a different kind of
             run, some ranks' digests are missing, or the two runs' micro-batches cannot be matched.
     """
-    first, second = _Run.read(reference), _Run.read(candidate)
+    first = _Run.read(reference)
+    second = _Run.read(candidate)
     _check_alignment(first.header, second.header)
     # By design, a run with different rounding differs from every other run.
-    for folder, run in ((reference, first), (candidate, second)):
+    runs = (reference, first), (candidate, second)
+    for folder, run in runs:
         if run.header.rounded:
             raise DataError(
                 f"{folder} was recorded with {ROUNDING}, which changes outputs; pass it as the "
@@ -244,10 +253,11 @@ class _Tensor:
             projections = [factor * projection for projection in record.projections]
             # A gradient that lacks the factor is wrong even if its bits
             # match, so ignore the bits.
-            scaled_record = record._replace(
-                bits=_UNKNOWN_BITS, norm=factor * record.norm, projections=projections
+            parts[part] = record._replace(
+                bits=_UNKNOWN_BITS,
+                norm=factor * record.norm,
+                projections=projections,
             )
-            parts[part] = scaled_record
         return _Tensor(parts, self.ranks)
 
     @property
@@ -304,8 +314,9 @@ class _Run:
             raise DataError(
                 f"{folder} has digests of several runs; record each run in a new folder"
             )
-        common = set.intersection(*(set(file.steps) for file in files))
-        longest = set.union(*(set(file.steps) for file in files))
+        steps_of_ranks = [set(file.steps) for file in files]
+        common = set.intersection(*steps_of_ranks)
+        longest = set.union(*steps_of_ranks)
         gap = _other_schedule(folder, files)
         # A killed rank may be missing the last steps, so compare only
         # steps that all ranks have.
@@ -405,9 +416,8 @@ def relative_difference(first: _Sized, second: _Sized) -> float:
     if not (math.isfinite(first.norm) and math.isfinite(second.norm)):
         return math.inf
     squares = 0.0
-    for projection, other_projection in zip(
-        first.projections, second.projections, strict=True
-    ):
+    projections = zip(first.projections, second.projections, strict=True)
+    for projection, other_projection in projections:
         squares += (projection - other_projection) ** 2
     # Tensors are projected onto fixed vectors (`tracing/fingerprint.py`). The
     # root mean square of the projections' differences is an estimate of the norm
@@ -480,6 +490,15 @@ class _StatedTolerances:
         return STATED_TOLERANCE * _GROWTH ** max(step - self._first_step, 0)
 
 
+class _Place(NamedTuple):
+    """Identifies the tensors that share a learned tolerance."""
+
+    step: int
+    kind: Kind
+    role: str
+    """The module or parameter, without its layer number."""
+
+
 class _LearnedTolerances:
     """Tolerances learned from a run with different rounding.
 
@@ -488,7 +507,7 @@ class _LearnedTolerances:
 
     def __init__(
         self,
-        largest: Mapping[tuple[int, Kind, str], float],
+        largest: Mapping[_Place, float],
         steps: Collection[int],
         folder: Path,
     ) -> None:
@@ -508,8 +527,8 @@ class _LearnedTolerances:
             raise DataError(
                 f"{folder} was recorded without {ROUNDING}=1; record it again with {ROUNDING}=1"
             )
-        # (step, kind, module without its layer number) -> largest relative difference
-        largest: dict[tuple[int, Kind, str], float] = defaultdict(float)
+        # The largest relative difference in each place.
+        largest: dict[_Place, float] = defaultdict(float)
         steps = set(reference.steps) & set(run.steps)
         for step in steps:
             for key, tensor in reference.steps[step].items():
@@ -522,9 +541,10 @@ class _LearnedTolerances:
                         "record it with the reference's flags"
                     )
                 kind, _, name = key
-                place = step, kind, _role(name)
+                place = _Place(step, kind, _role(name))
                 for part, record in tensor.parts.items():
-                    relative = relative_difference(record, rounded_tensor.parts[part])
+                    rounded_record = rounded_tensor.parts[part]
+                    relative = relative_difference(record, rounded_record)
                     # NaN, infinity or zero in either run says nothing about rounding.
                     if math.isfinite(relative):
                         largest[place] = max(largest[place], relative)
@@ -532,14 +552,16 @@ class _LearnedTolerances:
 
     @property
     def description(self) -> str:
+        largest_tolerance = LEARNED_MARGIN * max(self._largest.values(), default=0.0)
         return (
             f"{LEARNED_MARGIN:g} times the differences of each module's tensors in {self._folder}, "
-            f"at most {LEARNED_MARGIN * max(self._largest.values(), default=0.0):.2g} of a norm"
+            f"at most {largest_tolerance:.2g} of a norm"
         )
 
     def of(self, step: int, key: _Key) -> float:
         kind, _, name = key
-        learned = self._largest.get((step, kind, _role(name)), 0.0)
+        place = _Place(step, kind, _role(name))
+        learned = self._largest.get(place, 0.0)
         # Rounding does not affect the gradient of the loss, for example. A
         # tolerance of 0 would then require bitwise equality, but scaled
         # gradients are not bitwise equal.
@@ -549,7 +571,10 @@ class _LearnedTolerances:
 def _role(name: str) -> str:
     """Return the name of a module or parameter without its layer number."""
     match = LAYER.fullmatch(name)
-    return name if match is None else f"{match['stack']}.{match['module'] or ''}"
+    if match is None:
+        return name
+    module = match["module"] or ""
+    return f"{match['stack']}.{module}"
 
 
 @dataclass
@@ -580,13 +605,14 @@ class _Comparing:
             for step in common
         )
         # Differences spread to all later steps, so stop at the first step that has one.
-        num_steps = num_tensors = 0
+        num_steps = 0
+        num_tensors = 0
         difference = None
         for step in common:
             num_steps += 1
-            num_tensors += len(
-                set(self.reference.steps[step]) & set(self.candidate.steps[step])
-            )
+            reference_keys = set(self.reference.steps[step])
+            candidate_keys = set(self.candidate.steps[step])
+            num_tensors += len(reference_keys & candidate_keys)
             mismatches = list(self._mismatches(step))
             if mismatches:
                 difference = self._chosen(step, mismatches)
@@ -605,14 +631,18 @@ class _Comparing:
                 "the two runs have no complete training step in common, only weights; record both "
                 "again from the same iteration until both have completed a step"
             )
+        schedules = (
+            self.reference.header.schedule,
+            self.candidate.header.schedule,
+        )
         return Comparison(
             difference,
             num_steps,
             num_tensors,
             self._tolerance_text,
-            (*notes, *self._unmatched(common)),
-            gap,
-            (self.reference.header.schedule, self.candidate.header.schedule),
+            notes=(*notes, *self._unmatched(common)),
+            gap=gap,
+            schedules=schedules,
         )
 
     def _common_steps(self) -> tuple[list[int], str]:
@@ -621,18 +651,21 @@ class _Comparing:
         Raises:
             DataError: The runs have no step in common.
         """
-        common = sorted(set(self.reference.steps) & set(self.candidate.steps))
+        reference_steps = set(self.reference.steps)
+        candidate_steps = set(self.candidate.steps)
+        common = sorted(reference_steps & candidate_steps)
         if not common:
             raise DataError(
                 "the two runs have no complete step in common; record them again"
             )
         gap = self.reference.gap or self.candidate.gap
         # Equality in common steps says nothing about a step that only one run has.
-        if set(self.reference.steps) != set(self.candidate.steps):
-            counts = len(self.reference.steps), len(self.candidate.steps)
+        if reference_steps != candidate_steps:
+            num_in_reference = len(reference_steps)
+            num_in_candidate = len(candidate_steps)
             gap = gap or (
-                f"the runs have {counts[0]} and {counts[1]} steps, of which they share "
-                f"{len(common)}; record both for the same steps"
+                f"the runs have {num_in_reference} and {num_in_candidate} steps, of which they "
+                f"share {len(common)}; record both for the same steps"
             )
         learned_steps = self.tolerances.steps
         # Of these, compare only the steps for which tolerances were learned.
@@ -658,10 +691,12 @@ class _Comparing:
         for key, tensor in self.reference.steps[step].items():
             # Ignore gradients: in half precision they may overflow, in which case the
             # optimizer skips the step.
-            if key[0] not in ("forward", "weights") or key not in candidates:
+            kind = key[0]
+            if kind not in ("forward", "weights") or key not in candidates:
                 continue
-            if not (tensor.is_finite or candidates[key].is_finite):
-                places.append(_Mismatch(key, tensor.order, tensor, candidates[key]))
+            other_tensor = candidates[key]
+            if not (tensor.is_finite or other_tensor.is_finite):
+                places.append(_Mismatch(key, tensor.order, tensor, other_tensor))
         if not places:
             return ""
         first = self._chosen(step, places)
@@ -671,10 +706,11 @@ class _Comparing:
         """For each run, yield a note about the modules and parameters that only it has."""
         in_reference = self.reference.names_in(steps)
         in_candidate = self.candidate.names_in(steps)
-        for label, unmatched in (
-            ("reference", in_reference - in_candidate),
-            ("candidate", in_candidate - in_reference),
-        ):
+        unmatched_by_run = {
+            "reference": in_reference - in_candidate,
+            "candidate": in_candidate - in_reference,
+        }
+        for label, unmatched in unmatched_by_run.items():
             if unmatched:
                 kind, module = min(unmatched)
                 yield (
@@ -683,7 +719,8 @@ class _Comparing:
                 )
 
     def _mismatches(self, step: int) -> Iterator[_Mismatch]:
-        references, candidates = self.reference.steps[step], self.candidate.steps[step]
+        references = self.reference.steps[step]
+        candidates = self.candidate.steps[step]
         for key, tensor in references.items():
             if key in candidates:
                 yield from self._compared(step, key, tensor, candidates[key])
@@ -691,7 +728,11 @@ class _Comparing:
         yield from self._never_computed(references, candidates)
 
     def _compared(
-        self, step: int, key: _Key, reference: _Tensor, candidate: _Tensor
+        self,
+        step: int,
+        key: _Key,
+        reference: _Tensor,
+        candidate: _Tensor,
     ) -> Iterator[_Mismatch]:
         """Yield a mismatch if a tensor differs."""
         kind = key[0]
@@ -711,7 +752,11 @@ class _Comparing:
             tolerance = max(tolerance, STATED_TOLERANCE)
             if relative is not None and not relative <= tolerance:
                 yield _Mismatch(
-                    key, reference.order, reference, candidate, tolerance=tolerance
+                    key,
+                    reference.order,
+                    reference,
+                    candidate,
+                    tolerance=tolerance,
                 )
             return
         for part, record in sorted(reference.parts.items()):
@@ -735,9 +780,11 @@ class _Comparing:
     @property
     def _replicas_differ(self) -> bool:
         """Whether the two runs' ranks sum gradients over different shares of a batch."""
-        first, second = self.reference.header, self.candidate.header
-        shares = first.data_size, first.context_size
-        return shares != (second.data_size, second.context_size)
+        first = self.reference.header
+        second = self.candidate.header
+        first_sizes = first.data_size, first.context_size
+        second_sizes = second.data_size, second.context_size
+        return first_sizes != second_sizes
 
     @cached_property
     def _order_depends_on_placement(self) -> bool:
@@ -748,7 +795,8 @@ class _Comparing:
         order does not matter.
         """
         header = self.reference.header
-        if self._replicas_differ or header.data_size * header.context_size < 3:
+        num_replicas = header.data_size * header.context_size
+        if self._replicas_differ or num_replicas < 3:
             return False
         return self.reference.buffers != self.candidate.buffers
 
@@ -761,36 +809,36 @@ class _Comparing:
         loss, Megatron instead sums the gradients and divides by the total number of tokens at the
         end of the step.
         """
-        first, second = self.reference.header, self.candidate.header
+        first = self.reference.header
+        second = self.candidate.header
         if first.loss_is_per_token:
             return 1.0
-        num_averaged = first.data_size * first.context_size
-        return num_averaged / (second.data_size * second.context_size)
+        num_averaged_first = first.data_size * first.context_size
+        num_averaged_second = second.data_size * second.context_size
+        return num_averaged_first / num_averaged_second
 
     def _never_computed(
-        self, references: Mapping[_Key, _Tensor], candidates: Mapping[_Key, _Tensor]
+        self,
+        references: Mapping[_Key, _Tensor],
+        candidates: Mapping[_Key, _Tensor],
     ) -> Iterator[_Mismatch]:
         """Yield the tensors of individual micro-batches that only one of the runs computed.
 
         Modules that one run never records are skipped. For example, pairs call parts of layers, so
         whole layers are not recorded.
         """
-        for tensors, tensors_of_other in (
-            (references, candidates),
-            (candidates, references),
-        ):
+        both_ways = (references, candidates), (candidates, references)
+        for tensors, tensors_of_other in both_ways:
             # Modules that the other run recorded for at least one micro-batch.
             recorded = {(kind, module) for kind, _, module in tensors_of_other}
             for key, tensor in tensors.items():
+                if key in tensors_of_other:
+                    continue
                 kind, microbatch, module = key
                 is_by_microbatch = (
                     microbatch != NO_MICROBATCH and kind != "weight gradient"
                 )
-                if (
-                    key in tensors_of_other
-                    or not is_by_microbatch
-                    or (kind, module) not in recorded
-                ):
+                if not is_by_microbatch or (kind, module) not in recorded:
                     continue
                 if tensors is references:
                     yield _Mismatch(key, tensor.order, tensor, None)
@@ -807,11 +855,13 @@ class _Comparing:
     @cached_property
     def _reason_for_all(self) -> str:
         """Why the runs sum all tensors in different orders, or empty if they do not."""
-        first, second = self.reference.header, self.candidate.header
+        first = self.reference.header
+        second = self.candidate.header
         for name, description in _SIZES.items():
-            sizes = getattr(first, name), getattr(second, name)
-            if sizes[0] != sizes[1]:
-                return f"the runs have {sizes[0]} and {sizes[1]} {description}"
+            first_size = getattr(first, name)
+            second_size = getattr(second, name)
+            if first_size != second_size:
+                return f"the runs have {first_size} and {second_size} {description}"
         # With mirrored pipelines, the order in which experts sum over tokens depends on
         # which twin each token is routed to.
         if first.routing != second.routing and first.expert_size > 1:
@@ -847,8 +897,9 @@ class _Comparing:
     def _tolerance_text(self) -> str:
         reason = self._reason_for_all
         if not reason and self._replicas_differ:
-            sizes = self.reference.header.data_size, self.candidate.header.data_size
-            reason = f"the runs have {sizes[0]} and {sizes[1]} replicas"
+            first_size = self.reference.header.data_size
+            second_size = self.candidate.header.data_size
+            reason = f"the runs have {first_size} and {second_size} replicas"
         elif not reason and self._order_depends_on_placement:
             reason = ORDER_OF_REPLICAS
         if not self._tolerates:
@@ -870,11 +921,18 @@ class _Comparing:
                 if (other_kind, other_name) == (kind, name):
                     numbers.add(other_microbatch)
         match = LAYER.fullmatch(name)
-        layer, module = None, name
+        layer = None
+        module = name
         # Only the main stack's layers are numbered from the model's first layer.
         if match is not None and match["stack"] in ("decoder.layers", "encoder.layers"):
-            layer, module = int(match["number"]), match["module"] or ""
-        reference, candidate = first.reference, first.candidate
+            layer = int(match["number"])
+            module = match["module"] or ""
+        reference = None
+        if first.reference is not None:
+            reference = first.reference.origin(first.part)
+        candidate = None
+        if first.candidate is not None:
+            candidate = first.candidate.origin(first.part)
         return Difference(
             iteration=step,
             microbatches=tuple(sorted(numbers)),
@@ -883,8 +941,8 @@ class _Comparing:
             layer=layer,
             module=module,
             name=name,
-            reference=None if reference is None else reference.origin(first.part),
-            candidate=None if candidate is None else candidate.origin(first.part),
+            reference=reference,
+            candidate=candidate,
             relative=first.relative,
             tolerance=first.tolerance,
         )
@@ -900,9 +958,12 @@ def _is_trained(run: _Run, step: int) -> bool:
 
 
 def _has_same_parts(first: _Tensor, second: _Tensor) -> bool:
-    first_sizes = {part: record.num_elements for part, record in first.parts.items()}
-    second_sizes = {part: record.num_elements for part, record in second.parts.items()}
-    return first_sizes == second_sizes
+    if first.parts.keys() != second.parts.keys():
+        return False
+    for part, record in first.parts.items():
+        if record.num_elements != second.parts[part].num_elements:
+            return False
+    return True
 
 
 def _difference_of_norms(first: _Tensor, second: _Tensor) -> float | None:

@@ -59,15 +59,16 @@ def first_operator(
         DataError: A folder has no operators, or the folders belong to different modules.
     """
     # Only operators of the same module, on ranks with the same shards, can be compared.
-    runs = [read_folder(folder) for folder in (reference, candidate)]
-    for folder, run in zip((reference, candidate), runs, strict=True):
+    first_run = read_folder(reference)
+    second_run = read_folder(candidate)
+    places: set[str] = set()
+    for folder, run in ((reference, first_run), (candidate, second_run)):
         if not run:
             raise DataError(
                 f"{folder} has no operators: the module did not run as a whole, or {OPERATORS} was "
                 "unset; record both runs again, for a module that both run"
             )
-    first_run, second_run = runs
-    places = {file.header.place for run in runs for file in run.values()}
+        places.update(file.header.place for file in run.values())
     if len(places) > 1:
         raise DataError(
             f"the folders have operators from different places, {' and '.join(sorted(places))}; "

@@ -12,6 +12,7 @@ from megatron_ext.tools.compare.run_records import (
     Deviation,
     Deviations,
     RunRecord,
+    Step,
     deviations,
     largest,
     other_steps,
@@ -33,9 +34,13 @@ Judgement = Literal[
     not judged   the numbers do not have to match, or there are none
 """
 
-EQUAL, FAILED, REFUSED, DIFFERENT = 0, 1, 2, 3
+EQUAL = 0
+FAILED = 1
+REFUSED = 2
+DIFFERENT = 3
 """Exit codes of `megatron-ext compare`."""
-_PERCENTILES = 0.1, 0.9
+_FAST_SHARE = 0.1
+_SLOW_SHARE = 0.9
 _WRONG: tuple[Judgement, ...] = ("different", "unproven", "failed")
 """Judgements that rule out recommending a contender, however fast it is."""
 
@@ -71,8 +76,10 @@ class Contender:
     @property
     def substitute(self) -> str:
         """The schedule or wire that replaced the requested one in some steps, or empty."""
-        substitutes = (self.substitute_in(record) for record in self.records)
-        return next(filter(None, substitutes), "")
+        for record in self.records:
+            if substitute := self.substitute_in(record):
+                return substitute
+        return ""
 
     def substitute_in(self, record: RunRecord) -> str:
         """Return what replaced the pipeline in one run, or empty if the pipeline always ran."""
@@ -81,7 +88,10 @@ class Contender:
     @property
     def gap(self) -> str:
         """Which records are missing, or an empty text if all ranks recorded all steps."""
-        return next((record.gap for record in self.records if record.gap), "")
+        for record in self.records:
+            if record.gap:
+                return record.gap
+        return ""
 
     @property
     def departures(self) -> set[str]:
@@ -172,7 +182,8 @@ def judge(
     failed = [contender for contender in contenders if contender.failure]
     if failed:
         # Ranks may reject flags that the checks before the launch could not judge.
-        code = REFUSED if all(contender.is_refused for contender in failed) else FAILED
+        all_refused = all(contender.is_refused for contender in failed)
+        code = REFUSED if all_refused else FAILED
     # The user asked if the numbers match, and there is no answer.
     if "unproven" in judgements:
         code = FAILED
@@ -195,12 +206,14 @@ def judge(
 
 def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row:
     records = contender.records
+    is_reference = contender is reference
     step_s = median_s(records)
     reference_s = median_s(reference.records)
     fast_s, slow_s = _range_s(records)
     speed = None
     is_substituted = bool(contender.substitute or reference.substitute)
-    if step_s and reference_s and contender is not reference and not is_substituted:
+    has_comparable_speed = not is_reference and not is_substituted
+    if step_s and reference_s and has_comparable_speed:
         speed = reference_s / step_s
     # All rounds train on the same batches, so use the token count of
     # any round that knows it.
@@ -211,11 +224,13 @@ def _row(contender: Contender, reference: Contender, *, speed_only: bool) -> Row
     # Compare every round, because a race, for example, changes the
     # numbers in only some of them.
     difference = None
-    if records and reference.records and contender is not reference and not speed_only:
-        difference = largest(
-            [deviations(reference.records[0], record) for record in records]
-        )
-    repeats = None if speed_only else _repeats(contender)
+    repeats = None
+    has_comparable_numbers = not is_reference and not speed_only
+    if records and reference.records and has_comparable_numbers:
+        first_record = reference.records[0]
+        difference = largest([deviations(first_record, record) for record in records])
+    if not speed_only:
+        repeats = _repeats(contender)
     judgement, reason = _judged(contender, reference, difference)
     if speed_only and judgement == "not judged":
         reason = "each run drew its own weights (--speed-only)"
@@ -248,8 +263,9 @@ def _range_s(records: Sequence[RunRecord]) -> tuple[float | None, float | None]:
     if not durations_s:
         return None, None
     durations_s.sort()
-    low_share, high_share = _PERCENTILES
-    return _percentile(durations_s, low_share), _percentile(durations_s, high_share)
+    fast_s = _percentile(durations_s, _FAST_SHARE)
+    slow_s = _percentile(durations_s, _SLOW_SHARE)
+    return fast_s, slow_s
 
 
 def _notes(contender: Contender) -> list[str]:
@@ -258,7 +274,8 @@ def _notes(contender: Contender) -> list[str]:
     for record in contender.records:
         notes += record.notes
         if contender.chooses_wires and record.wires:
-            notes.append(f"messages over {' and '.join(sorted(record.wires))}")
+            wires = " and ".join(sorted(record.wires))
+            notes.append(f"messages over {wires}")
     return list(dict.fromkeys(notes))  # rounds repeat each other's notes
 
 
@@ -292,16 +309,19 @@ def _judged_numbers(
     assert promise.norm is not None
     gap = _gap(contender, reference, difference)
     if difference.are_none:
-        return ("unproven", gap) if gap else ("equal", "")
+        if gap:
+            return "unproven", gap
+        return "equal", ""
     if difference.skipped is not None:
         return (
             "different",
             f"only one of the two runs skipped iteration {difference.skipped}",
         )
-    if (
+    is_allowed = (
         _relative(difference.loss) <= promise.loss
         and _relative(difference.norm) <= promise.norm
-    ):
+    )
+    if is_allowed:
         if gap:
             return "unproven", gap
         return "close", f"{promise.reason}; allowed: {promise.allowance}"
@@ -334,7 +354,9 @@ def _gap(contender: Contender, reference: Contender, difference: Deviations) -> 
 
 
 def _relative(deviation: Deviation | None) -> float:
-    return 0.0 if deviation is None else deviation.relative
+    if deviation is None:
+        return 0.0
+    return deviation.relative
 
 
 def _is_as_small(difference: Deviations, repeats: Deviations, promise: Promise) -> bool:
@@ -358,27 +380,33 @@ def _repeats(contender: Contender) -> Deviations | None:
     """
     if len(contender.records) < 2:
         return None
-    first, *later_rounds = contender.records
+    first = contender.records[0]
+    later_rounds = contender.records[1:]
     return largest([deviations(first, record) for record in later_rounds])
 
 
 def median_s(records: Sequence[RunRecord]) -> float | None:
     """Return the median step time, averaged over the rounds."""
-    medians = _medians_s(records)
-    return statistics.fmean(medians) if medians else None
+    medians_s = _medians_s(records)
+    if not medians_s:
+        return None
+    return statistics.fmean(medians_s)
 
 
 def _medians_s(records: Sequence[RunRecord]) -> list[float]:
-    return [
-        statistics.median(record.durations_s)
-        for record in records
-        if record.durations_s
-    ]
+    medians_s = []
+    for record in records:
+        durations_s = record.durations_s
+        if durations_s:
+            medians_s.append(statistics.median(durations_s))
+    return medians_s
 
 
 def _drift(records: Sequence[RunRecord]) -> float:
-    medians = _medians_s(records)
-    return max(medians) / min(medians) - 1 if medians else 0.0
+    medians_s = _medians_s(records)
+    if not medians_s:
+        return 0.0
+    return max(medians_s) / min(medians_s) - 1
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:
@@ -387,7 +415,8 @@ def _percentile(ordered: Sequence[float], share: float) -> float:
     position = share * (len(ordered) - 1)
     below = math.floor(position)
     above = math.ceil(position)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+    distance = ordered[above] - ordered[below]
+    return ordered[below] + (position - below) * distance
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
@@ -479,22 +508,12 @@ def as_json(answer: Answer, contenders: Sequence[Contender]) -> dict[str, Any]:
     """Return the answer for `--json`, including the numbers for every step."""
     rows = []
     for row, contender in zip(answer.rows, contenders, strict=True):
-        rounds = [
-            [
-                {
-                    "iteration": step.iteration,
-                    "losses": step.losses,
-                    "gradient_norm": step.gradient_norm,
-                    "skipped": step.skipped,
-                    "duration_s": step.duration_s,
-                    "schedules": sorted(step.schedules),
-                    "wires": None if step.wires is None else sorted(step.wires),
-                    "num_slices": step.num_slices,
-                }
-                for step in record.steps
-            ]
-            for record in contender.records
-        ]
+        rounds = []
+        for record in contender.records:
+            rounds.append([_step_json(step) for step in record.steps])
+        repeats = None
+        if row.repeats is not None:
+            repeats = row.repeats.are_none
         rows.append(
             {
                 "label": row.label,
@@ -512,7 +531,7 @@ def as_json(answer: Answer, contenders: Sequence[Contender]) -> dict[str, Any]:
                 "num_steps": row.num_steps,
                 "loss_difference": _difference_json(row.deviations, "loss"),
                 "gradient_norm_difference": _difference_json(row.deviations, "norm"),
-                "repeats": None if row.repeats is None else row.repeats.are_none,
+                "repeats": repeats,
                 "notes": row.notes,
                 "located": row.located,
                 "rounds": rounds,
@@ -526,6 +545,22 @@ def as_json(answer: Answer, contenders: Sequence[Contender]) -> dict[str, Any]:
     }
     finite: dict[str, Any] = with_finite_numbers(content)
     return finite
+
+
+def _step_json(step: Step) -> dict[str, Any]:
+    wires = None
+    if step.wires is not None:
+        wires = sorted(step.wires)
+    return {
+        "iteration": step.iteration,
+        "losses": step.losses,
+        "gradient_norm": step.gradient_norm,
+        "skipped": step.skipped,
+        "duration_s": step.duration_s,
+        "schedules": sorted(step.schedules),
+        "wires": wires,
+        "num_slices": step.num_slices,
+    }
 
 
 def with_finite_numbers(content: Any) -> Any:

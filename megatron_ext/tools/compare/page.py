@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 _COLOURS = ("quiet", "F", "B", "W", "move", "after", "I")
 """Palette variables for the contenders' lines. The reference uses the first one."""
-_WIDTH, _HEIGHT, _MARGIN = 960, 240, 70
-"""Size of a chart in pixels. The margin leaves room for the numbers on the left axis."""
+_WIDTH = 960
+_HEIGHT = 240
+"""Size of a chart in pixels."""
+_MARGIN = 70
+"""Width of the space for the numbers on the left axis, in pixels."""
 _ROW = 18
 """Height of a rank's row in a timeline, in pixels."""
 _MAX_ROWS = 64
@@ -51,19 +54,20 @@ def page(answer: Answer, contenders: Sequence[Contender]) -> str:
         "LIGHT": variables("light"),
         "DARK": variables("dark"),
     }
-    html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    template_path = Path(__file__).with_name("page.html")
+    html = template_path.read_text(encoding="utf-8")
     for name, text in content.items():
         html = html.replace(f"@{name}@", text)
     return html
 
 
 def _table(answer: Answer) -> str:
-    lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in HEADER) + "</tr>"]
+    headings = "".join(f"<th>{escape(name)}</th>" for name in HEADER)
+    lines = [f"<tr>{headings}</tr>"]
     for row in answer.rows:
         texts = cells(row, answer.rows[0])
-        lines.append(
-            "<tr>" + "".join(f"<td>{escape(text)}</td>" for text in texts) + "</tr>"
-        )
+        fields = "".join(f"<td>{escape(text)}</td>" for text in texts)
+        lines.append(f"<tr>{fields}</tr>")
     return "\n".join(lines)
 
 
@@ -99,14 +103,8 @@ def _charts(contenders: Sequence[Contender]) -> Iterator[str]:
             for step in record.steps:
                 names += [name for name in step.numbers if name not in names]
     for name in names:
-        values = _number(name)
-        yield _chart(
-            name, [_line(at, owner, values) for at, owner in enumerate(contenders)]
-        )
-    yield _chart(
-        "step, ms",
-        [_line(at, owner, _duration_ms) for at, owner in enumerate(contenders)],
-    )
+        yield _chart(name, _lines(contenders, _number(name)))
+    yield _chart("step, ms", _lines(contenders, _duration_ms))
 
 
 def _number(name: str) -> Callable[[Step], float | None]:
@@ -114,7 +112,18 @@ def _number(name: str) -> Callable[[Step], float | None]:
 
 
 def _duration_ms(step: Step) -> float | None:
-    return None if step.duration_s is None else 1e3 * step.duration_s
+    if step.duration_s is None:
+        return None
+    return 1e3 * step.duration_s
+
+
+def _lines(
+    contenders: Sequence[Contender], value: Callable[[Step], float | None]
+) -> list[_Line]:
+    lines = []
+    for position, contender in enumerate(contenders):
+        lines.append(_line(position, contender, value))
+    return lines
 
 
 def _line(
@@ -143,18 +152,25 @@ def _chart(title: str, lines: Sequence[_Line]) -> str:
             values.append(value)
     if not values:
         return ""
-    first, last = min(iterations), max(iterations)
-    low, high = min(values), max(values)
+    first = min(iterations)
+    last = max(iterations)
+    low = min(values)
+    high = max(values)
     # With a single iteration, or if all values are identical, the range is 0.
-    x_scale = (_WIDTH - _MARGIN - 20) / max(1, last - first)
-    y_scale = (_HEIGHT - 50) / ((high - low) or 1.0)
+    num_intervals = max(1, last - first)
+    value_range = (high - low) or 1.0
+    x_scale = (_WIDTH - _MARGIN - 20) / num_intervals
+    y_scale = (_HEIGHT - 50) / value_range
 
-    def place(x: int, y: float) -> str:
-        return f"{_MARGIN + (x - first) * x_scale:.1f},{_HEIGHT - 30 - (y - low) * y_scale:.1f}"
+    def place(iteration: int, value: float) -> str:
+        x = _MARGIN + (iteration - first) * x_scale
+        y = _HEIGHT - 30 - (value - low) * y_scale
+        return f"{x:.1f},{y:.1f}"
 
     shapes = []
     # Grid lines with their values.
-    for value in (low, (low + high) / 2, high):
+    middle = (low + high) / 2
+    for value in (low, middle, high):
         height = _HEIGHT - 30 - (value - low) * y_scale
         shapes.append(
             f'<line class="grid" x1="{_MARGIN}" x2="{_WIDTH - 20}" y1="{height:.1f}" '
@@ -162,13 +178,14 @@ def _chart(title: str, lines: Sequence[_Line]) -> str:
             f'text-anchor="end">{value:.4g}</text>'
         )
     # Iteration numbers below the chart.
-    for iteration in sorted({first, (first + last) // 2, last}):
+    middle_iteration = (first + last) // 2
+    for iteration in sorted({first, middle_iteration, last}):
         x = place(iteration, low).partition(",")[0]
         shapes.append(
             f'<text x="{x}" y="{_HEIGHT - 8}" text-anchor="middle">{iteration}</text>'
         )
     for line in lines:
-        path = " ".join(place(x, y) for x, y in line.points)
+        path = " ".join(place(iteration, value) for iteration, value in line.points)
         width = 7 if line.position == 0 else 2
         shapes.append(
             f'<polyline points="{path}" fill="none" stroke="var(--{_colour(line.position)})" '
@@ -182,13 +199,15 @@ def _chart(title: str, lines: Sequence[_Line]) -> str:
 
 def _timelines(contenders: Sequence[Contender]) -> Iterator[str]:
     """Yield a timeline of one traced step for each contender, all on the same scale."""
-    traced = [owner for owner in contenders if owner.timeline is not None]
-    longest = max(
-        (owner.timeline["length"] for owner in traced if owner.timeline), default=1.0
-    )
-    for contender in traced:
-        assert contender.timeline is not None
-        yield _timeline(contender.candidate.label, contender.timeline, longest)
+    timelines = []
+    lengths = []
+    for contender in contenders:
+        if contender.timeline is not None:
+            timelines.append((contender.candidate.label, contender.timeline))
+            lengths.append(contender.timeline["length"])
+    longest = max(lengths, default=1.0)
+    for label, timeline in timelines:
+        yield _timeline(label, timeline, longest)
 
 
 def _timeline(label: str, timeline: dict[str, Any], longest: float) -> str:
@@ -197,20 +216,22 @@ def _timeline(label: str, timeline: dict[str, Any], longest: float) -> str:
     shapes = []
     for number, row in enumerate(rows):
         top = number * _ROW
-        shapes.append(
-            # The margin has room for the rank's number, but not for its position in the
-            # groups.
-            f'<text x="4" y="{top + 13}">{escape(row["label"].partition(" (")[0])}</text>'
-        )
+        # The margin has room for the rank's number, but not for its position in the
+        # groups.
+        rank_label = row["label"].partition(" (")[0]
+        shapes.append(f'<text x="4" y="{top + 13}">{escape(rank_label)}</text>')
         for kind, begin, length, title in row["spans"]:
             # Leave waiting time blank.
             if kind == "wait":
                 continue
+            x = _MARGIN + begin * scale
+            # Keep short spans visible.
+            width = max(0.3, length * scale)
+            tooltip = escape(f"{kind} {title}")
             shapes.append(
-                f'<rect x="{_MARGIN + begin * scale:.2f}" y="{top + 1}" '
-                # Keep short spans visible.
-                f'width="{max(0.3, length * scale):.2f}" height="{_ROW - 3}" '
-                f'fill="var(--{kind})"><title>{escape(f"{kind} {title}")}</title></rect>'
+                f'<rect x="{x:.2f}" y="{top + 1}" '
+                f'width="{width:.2f}" height="{_ROW - 3}" '
+                f'fill="var(--{kind})"><title>{tooltip}</title></rect>'
             )
     height = len(rows) * _ROW
     length_ms = timeline["length"] / 1e3

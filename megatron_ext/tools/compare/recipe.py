@@ -71,15 +71,14 @@ class Recipe:
                 "nothing to compare; name a script after --, as in "
                 "`-- pretrain_gpt.py FLAGS --pipeline-schedule zb-h1`"
             )
-        script, *words = words
+        script = words[0]
         flags: list[str] = []
         pipeline: list[str] = []
         notes: list[str] = []
         # Our flags choose the pipeline, except for those that all runs share.
         our_flags = _our_flags()
-        for group in _groups(words):
-            # A flag may be written as `--flag VALUE` or `--flag=VALUE`.
-            flag = group[0].partition("=")[0]
+        for group in _groups(words[1:]):
+            flag = _flag_name(group[0])
             if flag in _LEFT_OUT:
                 if _LEFT_OUT[flag]:
                     notes.append(f"left out: {flag}; {_LEFT_OUT[flag]}")
@@ -107,7 +106,7 @@ class Recipe:
         """Return the recipe without the given flags."""
         flags: list[str] = []
         for group in _groups(self.flags):
-            if group[0].partition("=")[0] not in names:
+            if _flag_name(group[0]) not in names:
                 flags += group
         return Recipe(self.script, tuple(flags), self.pipeline, self.notes)
 
@@ -121,12 +120,14 @@ class Recipe:
         if self.has("--pretrained-checkpoint"):
             return True
         folder = self.value("--load")
+        if folder is None:
+            return False
+        if self.has("--ckpt-step"):
+            return True
         # A recipe that resumes from its `--save` folder may not
         # find a checkpoint there yet.
-        tracker = "latest_checkpointed_iteration.txt"
-        return folder is not None and (
-            self.has("--ckpt-step") or (Path(folder) / tracker).exists()
-        )
+        tracker = Path(folder) / "latest_checkpointed_iteration.txt"
+        return tracker.exists()
 
 
 def refuse_shared(flags: Sequence[str], option: str) -> None:
@@ -140,7 +141,7 @@ def refuse_shared(flags: Sequence[str], option: str) -> None:
         ArgumentsError: A flag chooses the weights, the length of the run, or what the run writes.
     """
     for word in flags:
-        name = word.partition("=")[0]
+        name = _flag_name(word)
         if name in _WEIGHTS:
             raise ArgumentsError(
                 f"{option} {name}: all runs start from the same weights; move {name} to the "
@@ -152,7 +153,9 @@ def refuse_shared(flags: Sequence[str], option: str) -> None:
 
 
 def candidates(
-    recipe: Recipe, reference: Sequence[str], additions: Sequence[Sequence[str]]
+    recipe: Recipe,
+    reference: Sequence[str],
+    additions: Sequence[Sequence[str]],
 ) -> list[Candidate]:
     """Return the reference followed by the candidates, without duplicates.
 
@@ -192,9 +195,15 @@ def label_of(flags: Sequence[str]) -> str:
 def _our_flags() -> frozenset[str]:
     # argparse has no public API that lists a parser's flags.
     parser = add_arguments(WordParser("compare"))
-    return frozenset(
-        option for action in parser._actions for option in action.option_strings
-    )
+    flags: set[str] = set()
+    for action in parser._actions:
+        flags.update(action.option_strings)
+    return frozenset(flags)
+
+
+def _flag_name(word: str) -> str:
+    # A flag may be written as `--flag VALUE` or `--flag=VALUE`.
+    return word.partition("=")[0]
 
 
 def _groups(words: Sequence[str]) -> Iterator[list[str]]:

@@ -81,16 +81,17 @@ def compare(
         words: The command line as typed, for a batch job that runs it later.
     """
     command = [word for word in args.command_words if word != "--"]
-    script, *flags = command or [""]
+    script = command[0] if command else ""
     # Flags from the environment come first, so that flags on the command line take precedence.
-    recipe = Recipe.of([script, *requested_flags(), *flags])
+    recipe = Recipe.of([script, *requested_flags(), *command[1:]])
     if args.slurm is not None and not jobs.is_inside_allocation():
         # Report mistakes before the job waits in the queue. --best ranks schedules for
         # the allocation's devices, so it has to run inside the allocation.
         if not args.best:
             _planned(args, recipe, options)
         # The batch job reruns the same command line inside the allocation.
-        option_words = words[: len(words) - len(args.command_words)]
+        num_option_words = len(words) - len(args.command_words)
+        option_words = words[:num_option_words]
         jobs.submit(args, option_words, command, str(Path.cwd()))
         return 0
     comparison = _planned(args, recipe, options)
@@ -136,8 +137,8 @@ def _planned(
             )
         label = " ".join(recipe.pipeline) or REFERENCE
         contenders = [
-            Candidate(f"{label}, {time} time", recipe.pipeline)
-            for time in ("first", "second")
+            Candidate(f"{label}, first time", recipe.pipeline),
+            Candidate(f"{label}, second time", recipe.pipeline),
         ]
     else:
         additions = [_pipeline_flags(text, "--with") for text in args.additions]
@@ -156,12 +157,13 @@ def _planned(
             flags = Recipe.of([recipe.script, *contender.flags]).flags
             same_flags = flags == flags_of_reference
             promise = tolerances.promise(answers[0], answer, same_flags=same_flags)
+        chooses_wires = answer.config is not None and answer.config.wire == "auto"
         runner = outcome.Contender(
             contender,
             promise,
             schedule=_schedule_of(answer),
             is_carried=_is_carried(answer),
-            chooses_wires=answer.config is not None and answer.config.wire == "auto",
+            chooses_wires=chooses_wires,
             notes=[*answer.changes, *answer.notices],
         )
         runners.append(runner)
@@ -211,10 +213,13 @@ def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
         )
     if not args.best:
         return []
-    schedule = "auto" if args.trace_dir is None else f"auto:{args.trace_dir}"
+    schedule = "auto"
+    if args.trace_dir is not None:
+        schedule = f"auto:{args.trace_dir}"
     reference = Candidate(REFERENCE, ())
     settings = _checked(args, recipe, reference).checked_args
-    ranking = automatic.ranking(settings, PipelineConfig(schedule=schedule), None)
+    config = PipelineConfig(schedule=schedule)
+    ranking = automatic.ranking(settings, config, None)
     chosen: list[tuple[str, ...]] = []
     for ranked in ranking.candidates:
         flags = split_words(ranked.flags, "--best")
@@ -223,7 +228,8 @@ def _best(args: argparse.Namespace, recipe: Recipe) -> list[tuple[str, ...]]:
         is_reference = ranked.schedule == automatic.REFERENCE
         if is_reference or not ranked.fits or len(chosen) == args.best:
             continue
-        if _preflight(args, recipe, Candidate(ranked.schedule, flags)).accepted:
+        candidate = Candidate(ranked.schedule, flags)
+        if _preflight(args, recipe, candidate).accepted:
             chosen.append(flags)
     say(f"--best ranks {ranking.basis}")
     if not chosen:
@@ -262,11 +268,15 @@ def _with_equal_masks(
         "stages"
     )
     changed = replace(
-        recipe, flags=(*recipe.flags, "--microbatch-rng"), notes=(*recipe.notes, note)
+        recipe,
+        flags=(*recipe.flags, "--microbatch-rng"),
+        notes=(*recipe.notes, note),
     )
     # If other flags rule it out, masks differ between runs, so
     # the numbers are not judged.
-    return changed if _preflight(args, changed, reference).accepted else recipe
+    if not _preflight(args, changed, reference).accepted:
+        return recipe
+    return changed
 
 
 def _checked(
@@ -334,18 +344,15 @@ class Comparison:
     def plan(self) -> str:
         """Describe the runs: their flags, and how closely their numbers must match."""
         num_runs = self.num_rounds * len(self.contenders)
-        first = (
-            "saves weights to start from, then trains"
-            if self.saves_weights
-            else "trains"
-        )
+        begin = "trains"
+        if self.saves_weights:
+            begin = "saves weights to start from, then trains"
         lines = [
             *self.recipe.notes,
-            f"{first} {num_runs} runs of {self.num_steps} steps:",
+            f"{begin} {num_runs} runs of {self.num_steps} steps:",
         ]
-        if self.calibrates and any(
-            owner.promise.has_tolerance for owner in self._candidates
-        ):
+        has_tolerance = any(owner.promise.has_tolerance for owner in self._candidates)
+        if self.calibrates and has_tolerance:
             lines[-1] = lines[-1].removesuffix(":")
             lines[-1] += ", and the reference once more, rounded differently:"
         for contender in self.contenders:
@@ -396,7 +403,9 @@ class Comparison:
             for number in range(1, self.num_rounds + 1):
                 # Reverse every other round, so a steady drift in the machine's speed
                 # affects all contenders equally.
-                order = self.contenders if number % 2 else self.contenders[::-1]
+                order = self.contenders
+                if number % 2 == 0:
+                    order = self.contenders[::-1]
                 for contender in order:
                     # Without the reference, there is nothing to compare against.
                     if stop.number is not None or self.contenders[0].failure:
@@ -417,9 +426,8 @@ class Comparison:
         has_results = any(contender.records for contender in self.contenders)
         if has_results:
             files.write_text(self.folder / "results.json", text + "\n")
-            files.write_text(
-                self.folder / "compare.html", page(answer, self.contenders)
-            )
+            html = page(answer, self.contenders)
+            files.write_text(self.folder / "compare.html", html)
         if as_json:
             print(text)
         else:
@@ -468,8 +476,9 @@ class Comparison:
         counter.begin(f"{reference.candidate.label}, rounded differently")
         digests = self.folder / "digests" / "rounded"
         record_folder = self.folder / "steps" / "rounded"
+        command = self.recipe.command(reference.candidate, *load)
         ended = run.launch(
-            [*self.options, "--", *self.recipe.command(reference.candidate, *load)],
+            [*self.options, "--", *command],
             log_path=self.folder / "rounded.log",
             environment={
                 DIGESTS: str(digests),
@@ -516,13 +525,12 @@ class Comparison:
         """Retrain the contenders that differ and name the first tensor that differs."""
         reference = self.contenders[0]
         for contender, row in zip(self.contenders, self._answer().rows, strict=True):
-            is_different = row.judgement == "different" and row.deviations is not None
-            if not is_different or stop.number is not None:
+            if row.judgement != "different" or row.deviations is None:
+                continue
+            if stop.number is not None:
                 continue
             first_step = reference.records[0].steps[0].iteration
-            last_step = (
-                row.deviations.first_iteration if row.deviations is not None else None
-            )
+            last_step = row.deviations.first_iteration
             # Digests are slow and large, so train only up to the first
             # iteration with different numbers.
             num_steps = (last_step or first_step) - first_step + 1
@@ -555,7 +563,12 @@ class Comparison:
             place = place_of(difference)
             if place is not None and stop.number is None:
                 operator = self._operator(
-                    contender, place, difference, load, counter, stop
+                    contender,
+                    place,
+                    difference,
+                    load,
+                    counter,
+                    stop,
                 )
                 contender.located += f"\n{contender.candidate.label}: {operator}"
 
@@ -607,14 +620,17 @@ class Comparison:
         counter.add(2)
         folders = []
         for owner in (self.contenders[0], contender):
-            name = f"{recording}-{self.contenders.index(contender)}-{self.contenders.index(owner)}"
+            contender_position = self.contenders.index(contender)
+            owner_position = self.contenders.index(owner)
+            name = f"{recording}-{contender_position}-{owner_position}"
             folder = self.folder / "digests" / name
             record_folder = self.folder / "steps" / name
             counter.begin(
                 f"{owner.candidate.label}, {num_steps} steps with {recording}"
             )
+            command = self.recipe.command(owner.candidate, *load)
             ended = run.launch(
-                [*self.options, "--", *self.recipe.command(owner.candidate, *load)],
+                [*self.options, "--", *command],
                 log_path=self.folder / f"{name}.log",
                 environment={
                     DIGESTS: str(folder),
@@ -684,9 +700,8 @@ class Comparison:
     ) -> None:
         """Train a contender once and keep its ranks' records."""
         position = self.contenders.index(contender)
-        name = (
-            f"{position}-{_file_name(contender.candidate.label)}-round-{round_number}"
-        )
+        file_name = _file_name(contender.candidate.label)
+        name = f"{position}-{file_name}-round-{round_number}"
         record_folder = self.folder / "steps" / name
         trace_folder = self.folder / "traces" / name
         # Trace only the start of the run: the next tracing interval would
@@ -701,7 +716,10 @@ class Comparison:
         ended = run.launch(
             [*self.options, "--", *command],
             log_path=self.folder / f"{name}.log",
-            environment={FOLDER: str(record_folder), LIMIT: str(self.num_steps)},
+            environment={
+                FOLDER: str(record_folder),
+                LIMIT: str(self.num_steps),
+            },
             stop=stop,
             progress=lambda: counter.tick(record_folder, self.num_steps),
         )
@@ -727,9 +745,9 @@ class Comparison:
         if contender.timeline is None:
             _read_trace(contender, trace_folder)
         step_s = outcome.median_s([record])
-        duration = (
-            "no step counts" if step_s is None else f"{1e3 * step_s:.1f} ms per step"
-        )
+        duration = "no step counts"
+        if step_s is not None:
+            duration = f"{1e3 * step_s:.1f} ms per step"
         counter.end(f"{duration}, {len(record.steps)} steps")
 
 
@@ -747,7 +765,8 @@ def _read_trace(contender: outcome.Contender, trace_folder: Path) -> None:
 
 def _file_name(label: str) -> str:
     """Return the label with all characters replaced that are not valid in a file name."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", label).strip("-").lower()[:40]
+    words = re.sub(r"[^A-Za-z0-9]+", "-", label)
+    return words.strip("-").lower()[:40]
 
 
 def say(text: str) -> None:
@@ -782,7 +801,8 @@ class _Progress:
             record = record_folder / "rank-0.jsonl"
             if record.exists():
                 # The first line is a header.
-                num_recorded = max(0, record.read_bytes().count(b"\n") - 1)
+                num_lines = record.read_bytes().count(b"\n")
+                num_recorded = max(0, num_lines - 1)
         if num_recorded:
             self._show(f"step {num_recorded} of {num_steps}")
 

@@ -57,7 +57,9 @@ class Stop:
         # running, so do not handle it.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
-        handlers = {number: signal.signal(number, self._take) for number in numbers}
+        handlers = {}
+        for number in numbers:
+            handlers[number] = signal.signal(number, self._take)
         try:
             yield self
         finally:
@@ -136,8 +138,10 @@ def launch(
 def _reason(log_path: Path) -> str:
     """Return the log line with the reason why `launch` failed."""
     with log_path.open("rb") as log:
-        log.seek(max(0, log_path.stat().st_size - _TAIL_BYTES))
-        lines = log.read().decode(errors="replace").splitlines()
+        num_bytes = log_path.stat().st_size
+        log.seek(max(0, num_bytes - _TAIL_BYTES))
+        text = log.read().decode(errors="replace")
+    lines = text.splitlines()
     # `launch` prints the first of these if a job failed, and the
     # second if no job started.
     for mark in ("megatron-ext: failed first: ", "megatron-ext: error: "):

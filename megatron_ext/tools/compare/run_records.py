@@ -77,7 +77,9 @@ class RunRecord:
     @property
     def notes(self) -> list[str]:
         """Sentences for the user about gaps, departures, and steps without slices."""
-        notes = [self.gap] if self.gap else []
+        notes = []
+        if self.gap:
+            notes.append(self.gap)
         notes += self.departures
         if not self.durations_s:
             notes.append(
@@ -97,7 +99,10 @@ class RunRecord:
         """The wires that carried messages. Megatron's own messages use torch.distributed."""
         wires: set[str] = set()
         for step in self.steps:
-            wires |= {_MEGATRONS_WIRE} if step.wires is None else step.wires
+            if step.wires is None:
+                wires.add(_MEGATRONS_WIRE)
+            else:
+                wires |= step.wires
         return wires
 
     def substitute(self, schedule: str, *, is_carried: bool) -> str:
@@ -120,8 +125,9 @@ class RunRecord:
             requested = "--pipeline-transport"
         if not iterations:
             return ""
+        substitute_names = " and ".join(sorted(substitutes))
         return (
-            f"{' and '.join(sorted(substitutes))} ran instead of {requested} in "
+            f"{substitute_names} ran instead of {requested} in "
             f"{len(iterations)} of {len(self.steps)} steps, first in iteration {iterations[0]}"
         )
 
@@ -151,13 +157,15 @@ def read(folder: Path) -> RunRecord:
     for index in range(num_steps):
         lines_of_step = [body[index] for body in bodies if index < len(body)]
         steps.append(_step(lines_of_step))
-    departures: dict[str, None] = {}
+    departures: dict[str, None] = {}  # an ordered set
+    memories_bytes = []
     for body in bodies:
         for line in body:
             departures |= dict.fromkeys(line["departures"])
+            memories_bytes.append(line["memory_bytes"])
     return RunRecord(
         steps,
-        memory_bytes=max(line["memory_bytes"] for body in bodies for line in body),
+        memory_bytes=max(memories_bytes),
         tokens=_tokens(bodies[0], headers[0]["seq_length"]),
         num_ranks=headers[0]["world_size"],
         gap=_gap(headers, bodies),
@@ -165,7 +173,10 @@ def read(folder: Path) -> RunRecord:
     )
 
 
-def _gap(headers: Sequence[dict[str, Any]], bodies: Sequence[Sequence[Any]]) -> str:
+def _gap(
+    headers: Sequence[dict[str, Any]],
+    bodies: Sequence[Sequence[Any]],
+) -> str:
     """Return what some ranks did not record, or an empty text."""
     num_ranks = headers[0]["world_size"]
     if len(bodies) < num_ranks:
@@ -202,12 +213,21 @@ def _step(lines: Sequence[dict[str, Any]]) -> Step:
     wires = None
     if None not in wires_of_ranks:
         wires = frozenset(itertools.chain.from_iterable(wires_of_ranks))
+    losses = {}
+    for name, values in values_of_loss.items():
+        losses[name] = _mean(values)
+    gradient_norm = None
+    if norms:
+        gradient_norm = norms[0]
+    duration_s = None
+    if durations_s:
+        duration_s = statistics.fmean(durations_s)
     return Step(
         iteration=lines[0]["iteration"],
-        losses={name: _mean(values) for name, values in values_of_loss.items()},
-        gradient_norm=norms[0] if norms else None,
+        losses=losses,
+        gradient_norm=gradient_norm,
         skipped=any(_known(lines, "skipped")),
-        duration_s=statistics.fmean(durations_s) if durations_s else None,
+        duration_s=duration_s,
         learning_rate=max(_known(lines, "learning_rate"), default=None),
         schedules=frozenset(line["schedule"] for line in lines),
         wires=wires,
@@ -276,16 +296,18 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _tokens(lines: Sequence[dict[str, Any]], seq_length: int | None) -> int | None:
-    counts = [
-        line["consumed_samples"]
-        for line in lines
-        if line["consumed_samples"] is not None
-    ]
+    counts = []
+    for line in lines:
+        count = line["consumed_samples"]
+        if count is not None:
+            counts.append(count)
     if seq_length is None or len(counts) < 2:
         return None
     # Records contain the total number of samples consumed since training started.
-    samples = [after - before for before, after in itertools.pairwise(counts)]
-    return int(statistics.median(samples) * seq_length)
+    samples_of_steps = []
+    for before, after in itertools.pairwise(counts):
+        samples_of_steps.append(after - before)
+    return int(statistics.median(samples_of_steps) * seq_length)
 
 
 def is_same(first: float | None, second: float | None) -> bool:
@@ -314,14 +336,16 @@ class Deviation:
     @property
     def relative(self) -> float:
         """The difference relative to the reference, or infinity if either number is not finite."""
-        reference, candidate = self.reference, self.candidate
+        reference = self.reference
+        candidate = self.candidate
         if is_same(reference, candidate):
             return 0.0
         if reference is None or candidate is None:
             return math.inf
         if not self.is_finite:
             return math.inf
-        return abs(candidate - reference) / max(abs(reference), 1e-30)
+        magnitude = max(abs(reference), 1e-30)
+        return abs(candidate - reference) / magnitude
 
 
 @dataclass(frozen=True)
@@ -360,7 +384,8 @@ class Deviations:
     def gap(self) -> str:
         """Why identical numbers in these runs prove nothing; empty if they do prove something."""
         if self.not_finite is not None:
-            name, iteration = self.not_finite.name, self.not_finite.iteration
+            name = self.not_finite.name
+            iteration = self.not_finite.iteration
             return f"{name} is {self.not_finite.reference} in both runs at iteration {iteration}"
         if not self.num_losses:
             return "the runs recorded no losses"
@@ -382,10 +407,16 @@ class Deviations:
 def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
     """Compare two runs' numbers, iteration by iteration."""
     candidate_steps = {step.iteration: step for step in candidate.steps}
-    num_losses = num_norms = num_updates = num_gradients = 0
+    num_losses = 0
+    num_norms = 0
+    num_updates = 0
+    num_gradients = 0
     losses: list[Deviation] = []
     norms: list[Deviation] = []
-    first_iteration = skipped = not_finite = without_loss = None
+    first_iteration: int | None = None
+    skipped: int | None = None
+    not_finite: Deviation | None = None
+    without_loss: int | None = None
     for step in reference.steps:
         other = candidate_steps.get(step.iteration)
         if other is None:
@@ -396,16 +427,20 @@ def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
         num_norms += has_norm
         # With a learning rate of 0, later losses do not depend on the gradients.
         num_gradients += is_update and (has_norm or step.learning_rate != 0)
-        if without_loss is None and is_update and not (step.losses or other.losses):
+        has_loss = bool(step.losses or other.losses)
+        if without_loss is None and is_update and not has_loss:
             without_loss = step.iteration
         if skipped is None and step.skipped != other.skipped:
             skipped = step.iteration
-        for name in sorted({*step.numbers, *other.numbers}):
-            numbers = step.numbers.get(name), other.numbers.get(name)
-            deviation = Deviation(name, step.iteration, *numbers)
+        step_numbers = step.numbers
+        other_numbers = other.numbers
+        for name in sorted({*step_numbers, *other_numbers}):
+            number = step_numbers.get(name)
+            other_number = other_numbers.get(name)
+            deviation = Deviation(name, step.iteration, number, other_number)
             if name != _NORM:
-                num_losses += None not in numbers
-            if is_same(*numbers):
+                num_losses += number is not None and other_number is not None
+            if is_same(number, other_number):
                 if not_finite is None and not deviation.is_finite:
                     not_finite = deviation
                 continue
@@ -415,10 +450,12 @@ def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
                 losses.append(deviation)
             if first_iteration is None:
                 first_iteration = step.iteration
+    if first_iteration is None:
+        first_iteration = skipped
     return Deviations(
         loss=_largest(losses),
         norm=_largest(norms),
-        first_iteration=skipped if first_iteration is None else first_iteration,
+        first_iteration=first_iteration,
         num_losses=num_losses,
         num_norms=num_norms,
         num_updates=num_updates,
@@ -434,24 +471,33 @@ def largest(rounds: Sequence[Deviations]) -> Deviations:
 
     The counts of compared values are the smallest of all runs.
     """
+    losses: list[Deviation] = []
+    norms: list[Deviation] = []
+    not_finite: Deviation | None = None
+    for one_round in rounds:
+        if one_round.loss is not None:
+            losses.append(one_round.loss)
+        if one_round.norm is not None:
+            norms.append(one_round.norm)
+        if not_finite is None:
+            not_finite = one_round.not_finite
     return Deviations(
-        loss=_largest(filter(None, (one_round.loss for one_round in rounds))),
-        norm=_largest(filter(None, (one_round.norm for one_round in rounds))),
+        loss=_largest(losses),
+        norm=_largest(norms),
         first_iteration=_earliest(one_round.first_iteration for one_round in rounds),
         num_losses=min(one_round.num_losses for one_round in rounds),
         num_norms=min(one_round.num_norms for one_round in rounds),
         num_updates=min(one_round.num_updates for one_round in rounds),
         num_gradients=min(one_round.num_gradients for one_round in rounds),
         without_loss=_earliest(one_round.without_loss for one_round in rounds),
-        not_finite=next(
-            filter(None, (one_round.not_finite for one_round in rounds)), None
-        ),
+        not_finite=not_finite,
         skipped=_earliest(one_round.skipped for one_round in rounds),
     )
 
 
 def _earliest(iterations: Iterable[int | None]) -> int | None:
-    return min((number for number in iterations if number is not None), default=None)
+    known = [iteration for iteration in iterations if iteration is not None]
+    return min(known, default=None)
 
 
 def _largest(differing: Iterable[Deviation]) -> Deviation | None:

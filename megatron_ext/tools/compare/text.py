@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_ext.tools.compare.outcome import Answer, Row, is_noise
@@ -21,7 +22,10 @@ _MAX_LABEL = 40
 def answer_text(answer: Answer) -> str:
     """Return the table, the notes on its rows, the verdict, and the flags to keep."""
     reference = answer.rows[0]
-    lines = [aligned([HEADER, *(cells(row, reference) for row in answer.rows)])]
+    table: list[Sequence[str]] = [HEADER]
+    for row in answer.rows:
+        table.append(cells(row, reference))
+    lines = [aligned(table)]
     for row in answer.rows:
         if row.reason:
             lines.append(f"{row.label}: {row.reason}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.config.cut import UserCut
 from megatron_ext.config.pipeline_config import AUTO
@@ -37,10 +37,12 @@ class Promise:
     @property
     def allowance(self) -> str:
         """Describes the allowed differences and where the limits come from."""
-        source = (
-            "learned by --calibrate" if self.is_learned else "stated for all models"
-        )
-        losses = f"{self.loss:.2g} of a loss" if self.loss else "bit-equal losses"
+        source = "stated for all models"
+        if self.is_learned:
+            source = "learned by --calibrate"
+        losses = "bit-equal losses"
+        if self.loss:
+            losses = f"{self.loss:.2g} of a loss"
         return f"{losses} and {self.norm:.2g} of a norm, {source}"
 
     @property
@@ -54,7 +56,8 @@ class Promise:
         Args:
             rounded: How that run differs from the reference.
         """
-        loss = norm = _RESOLUTION
+        loss = _RESOLUTION
+        norm = _RESOLUTION
         if rounded.loss is not None:
             loss = max(LEARNED_MARGIN * rounded.loss.relative, _RESOLUTION)
         if rounded.norm is not None:
@@ -82,9 +85,20 @@ REASONS = {
 }
 """What differs between two runs, in the order of the checks -> why their numbers may differ."""
 
+
+class Tolerance(NamedTuple):
+    """The largest allowed relative differences."""
+
+    loss: float
+    norm: float
+
+
 # Rounding errors grow from step to step, so these tolerances hold
 # for a few tens of steps.
-TOLERANCES = {"single": (1e-4, 1e-3), "half": (2e-2, 1e-1)}
+TOLERANCES = {
+    "single": Tolerance(loss=1e-4, norm=1e-3),
+    "half": Tolerance(loss=2e-2, norm=1e-1),
+}
 """Precision -> the largest allowed relative differences in a loss and in a gradient norm."""
 
 # Measured: 8.8e-8 for zb-v, in the first step.
@@ -124,11 +138,10 @@ def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> 
     if kind == "norm":
         return Promise(0.0, NORM_ROUNDING, REASONS[kind])
     settings = reference.checked_args
-    is_half = any(
-        getattr(settings, name, None) for name in ("bf16", "fp16", "fp8", "fp4")
-    )
-    loss, norm = TOLERANCES["half" if is_half else "single"]
-    return Promise(loss, norm, REASONS[kind])
+    half_flags = ("bf16", "fp16", "fp8", "fp4")
+    is_half = any(getattr(settings, name, None) for name in half_flags)
+    tolerance = TOLERANCES["half"] if is_half else TOLERANCES["single"]
+    return Promise(tolerance.loss, tolerance.norm, REASONS[kind])
 
 
 def _difference(
@@ -161,15 +174,16 @@ def _difference(
         return "flags"
     if config.balance != reference_config.balance:
         return "lengths"
-    slices = (config.slices, config.slice_tokens)
-    if slices != (reference_config.slices, reference_config.slice_tokens):
+    slices = config.slices, config.slice_tokens
+    reference_slices = reference_config.slices, reference_config.slice_tokens
+    if slices != reference_slices:
         return "slices"
-    num_ranks = settings.pipeline_model_parallel_size
-    if (
-        config.slice_tokens == AUTO  # chosen for this number of ranks
-        and num_ranks != reference.checked_args.pipeline_model_parallel_size
-    ):
-        return "slices"
+    if config.slice_tokens == AUTO:
+        # The length was chosen for the number of pipeline ranks.
+        num_ranks = settings.pipeline_model_parallel_size
+        num_reference_ranks = reference.checked_args.pipeline_model_parallel_size
+        if num_ranks != num_reference_ranks:
+            return "slices"
     if config.disaggregation is not None and config.disaggregation.merged:
         return "merged"
     if config.twins != reference_config.twins:
@@ -188,21 +202,24 @@ def _num_summed_ranks(settings: Namespace) -> int:
     """Return how many data- and context-parallel ranks a gradient is summed over."""
     tensor = getattr(settings, "tensor_model_parallel_size", None) or 1
     pipeline = settings.pipeline_model_parallel_size or 1
-    return (getattr(settings, "world_size", None) or 0) // (tensor * pipeline)
+    num_ranks = getattr(settings, "world_size", None) or 0
+    num_model_ranks: int = tensor * pipeline
+    return num_ranks // num_model_ranks
 
 
 def _layers(answer: Preflight) -> tuple[str, ...] | None:
     """Return each stage's layers as text, or None if all stages have the same number of layers."""
-    layout = answer.arguments.get("pipeline_model_parallel_layout") or getattr(
-        answer.checked_args, "pipeline_model_parallel_layout", None
-    )
+    name = "pipeline_model_parallel_layout"
+    layout = answer.arguments.get(name) or getattr(answer.checked_args, name, None)
     if not layout:
         return None
     stages = str(layout).split("|")
     # Drop the embedding and the loss from the stages they are on by default.
     stages[0] = stages[0].removeprefix("E")
     stages[-1] = stages[-1].removesuffix("L")
-    return None if len(set(stages)) == 1 else tuple(stages)
+    if len(set(stages)) == 1:
+        return None
+    return tuple(stages)
 
 
 def _placement(answer: Preflight) -> tuple[tuple[int, ...], ...]:
@@ -211,5 +228,6 @@ def _placement(answer: Preflight) -> tuple[tuple[int, ...], ...]:
         return answer.pipeline.placement.stages_of
     # Megatron's own schedules use this placement. With disaggregation, the forward
     # ranks and the backward ranks each hold the weights this way.
-    ranks = answer.checked_args.pipeline_model_parallel_size
-    return loop(ranks, UserCut.of(vars(answer.checked_args)).chunks).stages_of
+    num_ranks = answer.checked_args.pipeline_model_parallel_size
+    cut = UserCut.of(vars(answer.checked_args))
+    return loop(num_ranks, cut.chunks).stages_of

@@ -45,7 +45,8 @@ def check_versions() -> Iterator[Diagnosis]:
     from packaging.version import Version
 
     yield Diagnosis("OK", "megatron_ext", f"{__version__}, files {code_hash()}")
-    yield Diagnosis("OK", "Python", ".".join(map(str, sys.version_info[:3])))
+    python = ".".join(map(str, sys.version_info[:3]))
+    yield Diagnosis("OK", "Python", python)
     torch = installed("torch")
     # `release` has no suffixes, so a vendor build such as 2.7.0a0+git counts as that
     # release.
@@ -60,7 +61,8 @@ def check_versions() -> Iterator[Diagnosis]:
     try:
         releases.check_core()
     except MegatronExtError as error:
-        yield Diagnosis.of("FAIL", name, str(error).removeprefix(f"{name}: "))
+        line = str(error).removeprefix(f"{name}: ")
+        yield Diagnosis.of("FAIL", name, line)
         return
     core = releases.core_version()
     release = releases.installed_release()
@@ -72,9 +74,8 @@ def check_versions() -> Iterator[Diagnosis]:
     if sys.version_info[:2] < oldest and not stands_in:
         needed = ".".join(map(str, oldest))
         remedy = f"use Python {needed}, or pip install 'megatron-core>=0.16,<0.17'"
-        yield Diagnosis(
-            "FAIL", name, f"{core}, which needs Python {needed} or later", remedy
-        )
+        finding = f"{core}, which needs Python {needed} or later"
+        yield Diagnosis("FAIL", name, finding, remedy)
     elif releases.is_newer_than_known(release):
         mismatch = f"{core} is newer than the supported releases ({supported})"
         remedy = "run `megatron-ext patches check` to see whether the patches fit"
@@ -100,12 +101,12 @@ def check_requirements() -> Iterator[Diagnosis]:
         except metadata.PackageNotFoundError:
             # A checkout on PYTHONPATH has no metadata.
             continue
-        extras = metadata.metadata(package).get_all("Provides-Extra") or []
-        # Optional packages (our extras) may be missing but must be compatible if
-        # installed. Development packages need not be.
-        extras = [
-            name for name in extras if package == "megatron-ext" and name != "dev"
-        ]
+        extras = []
+        if package == "megatron-ext":
+            # Optional packages (our extras) may be missing but must be compatible if
+            # installed. Development packages need not be.
+            names = metadata.metadata(package).get_all("Provides-Extra") or []
+            extras = [name for name in names if name != "dev"]
         for line in lines:
             requirement = Requirement(line)
             if requirement.name not in ("torch", "megatron-core"):
@@ -119,21 +120,23 @@ def _check_requirement(
     from packaging.version import Version
 
     def applies_to(extra: str) -> bool:
-        return requirement.marker is None or requirement.marker.evaluate(
-            {"extra": extra}
-        )
+        marker = requirement.marker
+        return marker is None or marker.evaluate({"extra": extra})
 
     is_needed = applies_to("")
     if not is_needed and not any(applies_to(extra) for extra in extras):
         return
     version = installed(requirement.name)
+    is_compatible = True
+    if version:
+        # A vendor build such as 2.7.0a0+git counts as the release it is based on.
+        base_version = Version(version).base_version
+        is_compatible = requirement.specifier.contains(base_version)
     remedy = f"pip install '{requirement.name}{requirement.specifier}'"
     if version is None and is_needed:
-        yield Diagnosis(
-            "FAIL", requirement.name, f"not installed, but {package} needs it", remedy
-        )
-    # A vendor build such as 2.7.0a0+git counts as the release it is based on.
-    elif version and not requirement.specifier.contains(Version(version).base_version):
+        finding = f"not installed, but {package} needs it"
+        yield Diagnosis("FAIL", requirement.name, finding, remedy)
+    elif not is_compatible:
         mismatch = f"{version}, but {package} requires {requirement.specifier}"
         yield Diagnosis("WARN", requirement.name, mismatch, remedy)
 
@@ -196,9 +199,8 @@ def check_device() -> Iterator[Diagnosis]:
         yield Diagnosis("OK", "device", f"{backend}, {count} devices")
         for name, (module, remedy) in device.kernels.items():
             if find_spec(module) is None:
-                yield Diagnosis(
-                    "WARN", name, "not installed, but Megatron expects it", remedy
-                )
+                finding = "not installed, but Megatron expects it"
+                yield Diagnosis("WARN", name, finding, remedy)
     elif devices.requested() != "auto":
         yield Diagnosis("OK", "device", f"{backend}, as requested")
     elif (reason := why_idle()) is not None:
@@ -210,9 +212,8 @@ def check_device() -> Iterator[Diagnosis]:
         yield Diagnosis("WARN", "device", state, remedy)
     elif count:
         state = f"cpu, although the drivers show {count} devices"
-        yield Diagnosis(
-            "WARN", "device", state, "install a torch build that supports them"
-        )
+        remedy = "install a torch build that supports them"
+        yield Diagnosis("WARN", "device", state, remedy)
     else:
         yield Diagnosis("OK", "device", f"{backend}, no accelerator was found")
 
@@ -233,7 +234,8 @@ def check_native() -> Iterator[Diagnosis]:
     from megatron_ext.transport.native import require_native
 
     try:
-        yield Diagnosis("OK", "native core", str(require_native().__file__))
+        native = require_native()
+        yield Diagnosis("OK", "native core", str(native.__file__))
     except TransportError as error:
         # The error message states the problem in one sentence and the remedy in the next.
         problem, _, remedy = str(error).partition(". ")
@@ -303,9 +305,8 @@ def check_memlock() -> Iterator[Diagnosis]:
         yield Diagnosis("OK", "locked memory", f"{limit} (root may lock more)")
     else:
         remedy = "for RDMA, raise it: `memlock unlimited` in /etc/security/limits.conf, or docker "
-        yield Diagnosis(
-            "WARN", "locked memory", limit, remedy + "run --ulimit memlock=-1"
-        )
+        remedy += "run --ulimit memlock=-1"
+        yield Diagnosis("WARN", "locked memory", limit, remedy)
 
 
 def check_open_files() -> Iterator[Diagnosis]:

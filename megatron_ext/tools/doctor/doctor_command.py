@@ -47,6 +47,7 @@ def _run(args: argparse.Namespace) -> int:
     """Print the diagnoses from all checks; return 1 if a check failed."""
     from megatron_ext.tools.doctor.flight import check_training
 
+    selects_hosts = args.include is not None or args.exclude is not None
     if args.devices is not None:
         for name in ("hostfile", "include", "exclude"):
             if getattr(args, name) is not None:
@@ -57,8 +58,9 @@ def _run(args: argparse.Namespace) -> int:
             raise ArgumentsError(
                 "--devices checks a training run's flags; add them: -- pretrain_gpt.py FLAGS"
             )
-        findings = check_training(args.command_words, *parse_devices(args.devices))
-    elif args.hostfile is None and not (args.include is None and args.exclude is None):
+        count, device = parse_devices(args.devices)
+        findings = check_training(args.command_words, count, device)
+    elif args.hostfile is None and selects_hosts:
         flag = "--exclude" if args.include is None else "--include"
         raise LaunchError(f"{flag} selects hosts from a hostfile; add --hostfile FILE")
     else:
@@ -70,7 +72,8 @@ def _run(args: argparse.Namespace) -> int:
             # Print each line immediately, because some checks take seconds.
             print(diagnosis, flush=True)
     if args.json:
-        print(json.dumps([asdict(diagnosis) for diagnosis in diagnoses], indent=1))
+        report = [asdict(diagnosis) for diagnosis in diagnoses]
+        print(json.dumps(report, indent=1))
     return int(any(diagnosis.level == "FAIL" for diagnosis in diagnoses))
 
 
@@ -83,16 +86,17 @@ def _of_machines(args: argparse.Namespace) -> Iterator[Diagnosis]:
         from megatron_ext.tools.launch.jobs import hosts_of
         from megatron_ext.tools.launch.plan import JobPlan
 
+        selected, _ = hosts_of(args)
         # Without slots, each host counts its devices.
-        hosts = tuple(replace(host, slots=None) for host in hosts_of(args)[0])
+        hosts = tuple(replace(host, slots=None) for host in selected)
         # Every host has `true` and /, so the agents' checks of the command and the
         # directory pass.
         plan = JobPlan(
-            runs.new_run_id(),
-            hosts,
-            ("true",),
-            "/",
-            args.python,
+            run_id=runs.new_run_id(),
+            hosts=hosts,
+            command=("true",),
+            workdir="/",
+            python=args.python,
             per_node=True,
             ssh=args.ssh_cmd,
         )
@@ -103,6 +107,7 @@ def _of_machines(args: argparse.Namespace) -> Iterator[Diagnosis]:
     for check in checks.MACHINE:
         yield from check()
     if args.command_words:
-        yield from flight.check_training(args.command_words, None, checks.device_here())
+        device = checks.device_here()
+        yield from flight.check_training(args.command_words, None, device)
     if plan is not None:
         yield from checks.check_hosts(plan, args.preflight_timeout)

@@ -114,7 +114,9 @@ _REPLACED = (
 
 
 def check_training(
-    words: Sequence[str], count: int | None = None, device: DeviceKind | None = None
+    words: Sequence[str],
+    count: int | None = None,
+    device: DeviceKind | None = None,
 ) -> Iterator[Diagnosis]:
     """Check what a schedule accepts, changes, rejects and allocates for a training run.
 
@@ -146,13 +148,13 @@ def check_training(
         try:
             _set_facts_of_cut(answer)
         except (ArgumentsError, ScheduleError) as error:
-            yield Diagnosis.of("FAIL", "layout", reworded(str(error), in_flags))
+            line = reworded(str(error), in_flags)
+            yield Diagnosis.of("FAIL", "layout", line)
             return
     for rule in hangs:
         if rule.refuses(args):
-            yield Diagnosis(
-                "WARN", "known hang", f"{rule.flag}: {rule.reason}", rule.remedy
-            )
+            finding = f"{rule.flag}: {rule.reason}"
+            yield Diagnosis("WARN", "known hang", finding, rule.remedy)
     yield Diagnosis("OK", "training", f"{name} accepts these flags")
     yield from _arenas(answer, is_here=count is None)
     if device is None:
@@ -202,7 +204,8 @@ def _arenas(answer: Preflight, *, is_here: bool) -> Iterator[Diagnosis]:
         return
     is_half = settings.get("bf16") or settings.get("fp16")
     bytes_per_value = 2 if is_half else 4
-    rank_bytes = arena_bytes(pipeline, num_values * bytes_per_value)
+    message_bytes = num_values * bytes_per_value
+    rank_bytes = arena_bytes(pipeline, message_bytes)
     pipeline_bytes = rank_bytes * pipeline.pp
     finding = (
         f"at most {rank_bytes / _MIB:.0f} MiB per rank, {pipeline_bytes / _MIB:.0f} MiB for a "
@@ -237,14 +240,17 @@ def arena_bytes(pipeline: Pipeline, message_bytes: int) -> int:
             peers[target].add(source)
     # Each slot starts at a page boundary, so its size is rounded up.
     page_bytes = resource.getpagesize()
+    slot_bytes = math.ceil(message_bytes / page_bytes) * page_bytes
     margin = None
     if pipeline.dynamic is not None:
         margin = pipeline.dynamic.margin
     slots = arena_slots(table, margin, pipeline.config.stash_ratio)
     # A model may add routes whose messages skip stages. These routes are unknown here, so they are
     # not counted.
-    max_peers = max((len(ranks) for ranks in peers.values()), default=0)
-    return max_peers * slots * math.ceil(message_bytes / page_bytes) * page_bytes
+    max_peers = 0
+    for ranks in peers.values():
+        max_peers = max(max_peers, len(ranks))
+    return max_peers * slots * slot_bytes
 
 
 def _unforeseen(answer: Preflight) -> str | None:
@@ -254,16 +260,17 @@ def _unforeseen(answer: Preflight) -> str | None:
     for rule in NOT_FORECAST:
         if rule.refuses(args):
             return f"with {rule.flag} {rule.reason}"
-    if not getattr(args, "padded_vocab_size", None) and not getattr(
-        args, "vocab_size", None
-    ):
+    vocab_size = getattr(args, "vocab_size", None)
+    padded_vocab_size = getattr(args, "padded_vocab_size", None)
+    if not padded_vocab_size and not vocab_size:
         return "the tokenizer sets the vocabulary size; add --padded-vocab-size with that size"
     if config is None:
         return None
     if config.slices > 1:
         return "with --pipeline-slices, the planner would count whole micro-batches"
-    if config.dynamic is not None and config.dynamic.policy != DynamicOrder.policy:
-        return f"with --dpp-policy {config.dynamic.policy}, ranks may keep all micro-batches"
+    dynamic = config.dynamic
+    if dynamic is not None and dynamic.policy != DynamicOrder.policy:
+        return f"with --dpp-policy {dynamic.policy}, ranks may keep all micro-batches"
     generator = config.generator
     if generator is None:
         return None
@@ -274,21 +281,23 @@ def _unforeseen(answer: Preflight) -> str | None:
 
 
 def _forecast(
-    answer: Preflight, flags: Sequence[str], device: DeviceKind
+    answer: Preflight,
+    flags: Sequence[str],
+    device: DeviceKind,
 ) -> Iterator[Diagnosis]:
     """Compare forecast memory and waiting time with the devices, and suggest better flags."""
     reason = _unforeseen(answer)
     if reason is not None:
-        finding, _, remedy = f"memory and time are not checked: {reason}".partition(
-            "; "
-        )
+        line = f"memory and time are not checked: {reason}"
+        finding, _, remedy = line.partition("; ")
         yield Diagnosis("OK", "layout", finding, remedy)
         return
     # Forecast the user's layout and search for a better one.
     try:
         job, plan = planned(answer, flags, device)
     except (ArgumentsError, ScheduleError) as error:
-        yield Diagnosis.of("FAIL", "layout", reworded(str(error), in_flags))
+        line = reworded(str(error), in_flags)
+        yield Diagnosis.of("FAIL", "layout", line)
         return
     if plan is None:
         reason = "the planner cannot forecast this schedule or cut"
@@ -299,7 +308,8 @@ def _forecast(
         try:
             yield _memory_by_length(pipeline, plan, device)
         except ScheduleError as error:
-            yield Diagnosis.of("FAIL", "slices", reworded(str(error), in_flags))
+            line = reworded(str(error), in_flags)
+            yield Diagnosis.of("FAIL", "slices", line)
         return
     differences, better = nearest(job, plan)
     remedy = ""
@@ -313,22 +323,31 @@ def _forecast(
 
 
 def _better_flags(
-    differences: str, better: Layout, plan: Layout, flags: Sequence[str]
+    differences: str,
+    better: Layout,
+    plan: Layout,
+    flags: Sequence[str],
 ) -> str:
     """Return a suggestion: a better layout's flags, the flags that they replace, and the gain."""
     user_flags = {word.partition("=")[0] for word in flags}
+    better_flags = set(better.flags.split())
     # If the better layout uses the same flag, only the value changes, so do not list it.
-    replaced = user_flags & {*_REPLACED.split()} - {*better.flags.split()}
+    replaceable = set(_REPLACED.split()) - better_flags
+    replaced = sorted(user_flags & replaceable)
     if replaced:
-        differences += f" instead of {', '.join(sorted(replaced))}"
+        differences += f" instead of {', '.join(replaced)}"
+    needed_gib = max(better.memory_gib)
     return (
-        f"try {differences} ({max(better.memory_gib):.1f} GiB, {better.step_s:.3g} s per step "
+        f"try {differences} ({needed_gib:.1f} GiB, {better.step_s:.3g} s per step "
         f"instead of {plan.step_s:.3g}): {better.flags}"
     )
 
 
 def _memory(
-    plan: Layout, device: DeviceKind, dynamic: DynamicOrder | None, remedy: str
+    plan: Layout,
+    device: DeviceKind,
+    dynamic: DynamicOrder | None,
+    remedy: str,
 ) -> Diagnosis:
     """Return a diagnosis of whether the rank that needs the most memory has enough."""
     needed_gib = max(plan.memory_gib)
@@ -364,27 +383,33 @@ def _memory_by_length(
         slices_needed,
     )
 
-    longest, microbatches = plan.job.sequence, pipeline.num_microbatches
+    longest = plan.job.sequence
+    microbatches = pipeline.num_microbatches
     slice_tokens = pipeline.config.slice_tokens
     if not isinstance(slice_tokens, int):
-        slice_tokens = automatic_slice_tokens(
-            longest, longest * microbatches, pipeline.pp
-        )
+        total_tokens = longest * microbatches
+        slice_tokens = automatic_slice_tokens(longest, total_tokens, pipeline.pp)
     model = plan.job.model
-    cost = pipeline.config.length_costs or LengthCost.of_model(model.hidden, model.ffn)
+    cost = pipeline.config.length_costs
+    if cost is None:
+        cost = LengthCost.of_model(model.hidden, model.ffn)
     count = slices_needed(longest, slice_tokens)
     bounds = equal_cost_bounds([longest], count, cost)
-    sizes = tuple((end - begin) / longest for begin, end in pairwise(bounds))
+    sizes = []
+    for begin, end in pairwise(bounds):
+        sizes.append((end - begin) / longest)
     # This many micro-batches fill the pipeline; more would not increase the peak.
     num_simulated = min(microbatches, 2 * pipeline.pp)
     # `Costs` requires a share below 1.
     attention = min(cost.attention_share(longest), MAX_ATTENTION)
     costs = replace(pipeline.costs, attention=attention)
-    table = pipeline.schedule_by_length((sizes,) * num_simulated, costs)
+    sizes_by_microbatch = (tuple(sizes),) * num_simulated
+    table = pipeline.schedule_by_length(sizes_by_microbatch, costs)
     stash_ratio = pipeline.config.stash_ratio
     whole_peaks = activation_peaks(pipeline.full, stash_ratio)
     peaks = activation_peaks(table, stash_ratio)
-    buffers = measure(table).keys_and_values or (0.0,) * pipeline.pp
+    no_buffers = (0.0,) * pipeline.pp
+    buffers = measure(table).keys_and_values or no_buffers
     # The size of the buffers for one micro-batch on 1/pp of the model.
     buffer_gib = _keys_and_values_gib(plan) / pipeline.pp
     # From the forecast for whole micro-batches, subtract the activations that slices do not keep,
@@ -393,18 +418,20 @@ def _memory_by_length(
     for rank, whole_gib in enumerate(plan.memory_gib):
         saved_share = 1 - peaks[rank] / whole_peaks[rank]
         saved_gib = plan.kept_gib[rank] * saved_share
-        needed_gib.append(whole_gib - saved_gib + buffers[rank] * buffer_gib)
-    rank = needed_gib.index(max(needed_gib))
+        buffers_gib = buffers[rank] * buffer_gib
+        needed_gib.append(whole_gib - saved_gib + buffers_gib)
+    max_gib = max(needed_gib)
+    rank = needed_gib.index(max_gib)
     finding = (
-        f"rank {rank} needs {needed_gib[rank]:.1f} GiB of {device.memory_gib:g} ({device.name}, "
+        f"rank {rank} needs {max_gib:.1f} GiB of {device.memory_gib:g} ({device.name}, "
         f"{plan.schedule}) if all micro-batches have {longest} tokens, in slices of about "
         f"{slice_tokens}, and keeps {peaks[rank]:.3g} of these micro-batches; time depends on the "
         "lengths in each step and is not forecast"
     )
-    if needed_gib[rank] <= device.memory_gib - device.reserve_gib:
+    if max_gib <= device.memory_gib - device.reserve_gib:
         return Diagnosis("OK", "memory", finding)
     level: Literal["WARN", "FAIL"] = "WARN"
-    if needed_gib[rank] > device.memory_gib:
+    if max_gib > device.memory_gib:
         level = "FAIL"
     remedy = "lower --pipeline-slice-tokens or --seq-length, or use more devices"
     return Diagnosis(level, "memory", finding, remedy)
@@ -412,17 +439,22 @@ def _memory_by_length(
 
 def _keys_and_values_gib(plan: Layout) -> float:
     """Return the GiB for one micro-batch's keys and values, on one tensor-parallel rank."""
-    model, sizes = plan.job.model, plan.sizes
+    model = plan.job.model
+    sizes = plan.sizes
     # Latent attention expands its keys and values for every head.
     heads = model.heads if model.is_latent else model.query_groups
-    width = heads * (model.head_size + model.value_size) / sizes.tp
+    width_of_head = model.head_size + model.value_size
+    width = heads * width_of_head / sizes.tp
     tokens = plan.job.sequence * sizes.micro_batch
     # Two bytes per value.
     return 2 * tokens * width * model.num_layers / (1 << 30)
 
 
 def _idle_devices(
-    plan: Layout, better: Layout | None, device: DeviceKind, remedy: str
+    plan: Layout,
+    better: Layout | None,
+    device: DeviceKind,
+    remedy: str,
 ) -> Diagnosis:
     """Return a diagnosis of how long devices wait, with better flags if they gain enough."""
     finding = (
@@ -430,18 +462,21 @@ def _idle_devices(
         f"{plan.step_s:.3g} s per step"
     )
     if plan.idle >= _MOSTLY_IDLE:
-        return Diagnosis(
-            "WARN", "idle devices", finding, remedy or "use more micro-batches"
-        )
+        remedy = remedy or "use more micro-batches"
+        return Diagnosis("WARN", "idle devices", finding, remedy)
     # If the user's layout does not fit, `_memory` has already suggested the flags.
-    fits = max(plan.memory_gib) <= device.memory_gib - device.reserve_gib
-    if fits and better is not None and plan.step_s > _WORTH * better.step_s:
+    usable_gib = device.memory_gib - device.reserve_gib
+    fits = max(plan.memory_gib) <= usable_gib
+    has_gain = better is not None and plan.step_s > _WORTH * better.step_s
+    if fits and has_gain:
         return Diagnosis("OK", "idle devices", finding, remedy)
     return Diagnosis("OK", "idle devices", finding)
 
 
 def planned(
-    answer: Preflight, flags: Sequence[str], device: DeviceKind
+    answer: Preflight,
+    flags: Sequence[str],
+    device: DeviceKind,
 ) -> tuple[Question, Layout | None]:
     """Return the forecast for a training run with accepted flags, even if it does not fit.
 
@@ -479,14 +514,18 @@ def planned(
         shards_optimizer=bool(getattr(args, "use_distributed_optimizer", None)),
         waiting_weights=answer.config.num_waiting if answer.config else 0,
     )
-    name = answer.pipeline.name if answer.pipeline else default_schedule(cut.chunks)
+    if answer.pipeline is not None:
+        name = answer.pipeline.name
+    else:
+        name = default_schedule(cut.chunks)
     # The planner supports neither tables from files nor separate forward and backward ranks.
     has_roles = answer.config is None or answer.config.disaggregation is not None
     if name.startswith(CSV_PREFIX) or has_roles:
         return job, None
     # Forecast without a memory limit, so that layouts that do not fit get a forecast
     # too.
-    boundless = with_graphs(replace(job, device=replace(device, memory_gib=1e9)), sizes)
+    boundless_device = replace(device, memory_gib=1e9)
+    boundless = with_graphs(replace(job, device=boundless_device), sizes)
     if pp == 1:
         plan = forecast(boundless, sizes, "none", 1)
     else:
@@ -499,11 +538,14 @@ def planned(
         plan = forecast(boundless, sizes, name, chunks, layers_by_stage)
     if plan is None:
         return job, None
-    return job, replace(plan, job=replace(boundless, device=device))
+    forecast_job = replace(boundless, device=device)
+    return job, replace(plan, job=forecast_job)
 
 
 def _parallel_sizes(
-    sizes: JobSizes, args: Namespace, batches: Batches
+    sizes: JobSizes,
+    args: Namespace,
+    batches: Batches,
 ) -> ParallelSizes:
     """Return a job's parallel sizes in the planner's terms.
 
@@ -526,9 +568,8 @@ def _parallel_sizes(
         recomputed = frozenset({"full"})
     elif granularity == "selective":
         # By default, Megatron recomputes core attention.
-        recomputed = frozenset(
-            getattr(args, "recompute_modules", None) or ("core_attn",)
-        )
+        modules = getattr(args, "recompute_modules", None) or ("core_attn",)
+        recomputed = frozenset(modules)
     return ParallelSizes(
         tp=tp,
         pp=pp,
@@ -542,7 +583,10 @@ def _parallel_sizes(
 
 
 def _layers_by_stage(
-    answer: Preflight, placement: Placement, name: str, num_layers: int
+    answer: Preflight,
+    placement: Placement,
+    name: str,
+    num_layers: int,
 ) -> list[int]:
     """Return the number of layers in each stage, as built by Megatron.
 
@@ -616,10 +660,13 @@ def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
     sharded = replace(job, shards_optimizer=True)
     if not job.shards_optimizer:
         changes += _better(sharded, fixed, user_layout, "a sharded optimizer")
-    fastest_s = min((change.layout.step_s for change in changes), default=math.inf)
-    # If one change is not enough, let all settings vary.
+    fastest_s = math.inf
+    for change in changes:
+        fastest_s = min(fastest_s, change.layout.step_s)
     gain = user_layout.step_s / fastest_s
-    if not changes or (user_layout.idle >= _MOSTLY_IDLE and gain < _WORTH):
+    is_still_idle = user_layout.idle >= _MOSTLY_IDLE and gain < _WORTH
+    # If one change is not enough, let all settings vary.
+    if not changes or is_still_idle:
         changes += _better(sharded, {}, user_layout, "a different layout")
     if not changes:
         return "", None
@@ -628,12 +675,16 @@ def nearest(job: Question, user_layout: Layout) -> tuple[str, Layout | None]:
 
 
 def _better(
-    job: Question, fixed: dict[str, Any], user_layout: Layout, differences: str
+    job: Question,
+    fixed: dict[str, Any],
+    user_layout: Layout,
+    differences: str,
 ) -> list[_Change]:
     """Return the fastest layout with these settings if it beats the user's, else an empty list."""
     try:
+        question = replace(job, fixed=fixed)
         # Search only for the best layout, because the user has to wait for about ten searches.
-        answer = search(replace(job, fixed=fixed), keep=1)
+        answer = search(question, keep=1)
     except ArgumentsError:
         # No sizes divide evenly with these settings.
         return []
@@ -643,7 +694,8 @@ def _better(
         raise KeyboardInterrupt
     if not answer.plans:
         return []
-    fits = max(user_layout.memory_gib) <= job.device.memory_gib - job.device.reserve_gib
+    usable_gib = job.device.memory_gib - job.device.reserve_gib
+    fits = max(user_layout.memory_gib) <= usable_gib
     fastest = answer.plans[0]
     if fits and fastest.step_s >= user_layout.step_s:
         return []

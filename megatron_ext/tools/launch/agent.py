@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, TYPE_CHECKING
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.run_folder import RunFolder
 
 _TAIL_LINES = 50
+_TAIL_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 18
 _ALIVE_S = 2.0
 _CLOSE_S = 5.0
@@ -56,11 +58,16 @@ class _Job:
     """A job that runs on this host: its process and, if the job is being stopped, the reason."""
 
     def __init__(
-        self, argv: list[str], environment: dict[str, str], request: Json
+        self,
+        argv: list[str],
+        environment: dict[str, str],
+        request: Json,
     ) -> None:
         self.stopped: str | None = None
-        self._grace_s, self._silence_s = request["grace_s"], request["silence_s"]
+        self._grace_s = request["grace_s"]
+        self._silence_s = request["silence_s"]
         agent_pid = os.getpid()
+        child_environment = {**environment, parent.AGENT_PID: str(agent_pid)}
         # torchrun makes each rank a process group leader, so if torchrun is killed, its
         # ranks are not in any process group that the agent knows. Orphaned ranks
         # therefore become children of this process.
@@ -71,7 +78,7 @@ class _Job:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**environment, parent.AGENT_PID: str(agent_pid)},
+            env=child_environment,
             start_new_session=True,
             # A killed agent cannot stop the job, so have the kernel kill the child.
             # Each rank makes the same request for itself.
@@ -83,9 +90,10 @@ class _Job:
         whys[signal.SIGUSR1] = runs.STOPPED
         whys[signal.SIGALRM] = f"the launcher was silent for {self._silence_s:g} s"
         for number, why in whys.items():
-            signal.signal(number, lambda *_, why=why: self.stop(why, self._grace_s))
+            signal.signal(number, partial(self._stop_on_signal, why))
         signal.signal(signal.SIGCHLD, self._reap)
-        threading.Thread(target=self._follow_launcher, daemon=True).start()
+        follower = threading.Thread(target=self._follow_launcher, daemon=True)
+        follower.start()
 
     def stop(self, why: str, grace_s: float) -> None:
         """Send SIGTERM, then kill the remaining processes after the grace period."""
@@ -104,16 +112,22 @@ class _Job:
         """Kill the job's remaining processes repeatedly, because they may fork in the meantime."""
         for _ in range(5):
             # These include orphans, because the agent adopts them.
-            runs.end(psutil.Process().children(recursive=True), timeout_s=2.0)
+            descendants = psutil.Process().children(recursive=True)
+            runs.end(descendants, timeout_s=2.0)
+
+    def _stop_on_signal(self, why: str, *_: object) -> None:
+        self.stop(why, self._grace_s)
 
     def _reap(self, *_: object) -> None:
         """Reap adopted orphans that exited; otherwise, they stay zombies until the job ends."""
         # WNOWAIT does not reap the process, because only its `Popen` may reap `child`.
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with suppress(ChildProcessError):
-            while (
-                ended := os.waitid(os.P_ALL, 0, look)
-            ) and ended.si_pid != self.child.pid:
+            while True:
+                # None if all children are still running.
+                ended = os.waitid(os.P_ALL, 0, look)
+                if ended is None or ended.si_pid == self.child.pid:
+                    return
                 os.waitpid(ended.si_pid, 0)
 
     def _follow_launcher(self) -> None:
@@ -121,7 +135,8 @@ class _Job:
         # Reads from standard input have no time-out, so use a kernel timer, which every
         # message resets. When it expires, SIGALRM stops the job.
         signal.setitimer(signal.ITIMER_REAL, self._silence_s)
-        for message in map(runs.decode, sys.stdin.buffer):
+        for line in sys.stdin.buffer:
+            message = runs.decode(line)
             signal.setitimer(signal.ITIMER_REAL, self._silence_s)
             if message is not None and message["op"] == "stop":
                 self.stop("the launcher requested it", message["grace_s"])
@@ -133,14 +148,16 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     # The checks must see the job's variables, for example to count devices.
     os.environ.update(request["env"])
     # Some of the script's modules may only be found on the job's path.
-    sys.path += [
-        path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path
-    ]
+    python_path = request["env"].get("PYTHONPATH", "")
+    for path in python_path.split(os.pathsep):
+        if path:
+            sys.path.append(path)
     hello = look(request, directory)
     send(hello)
     # The launcher compares all hosts first, so that the job starts on all hosts or on none. If it
     # finds a problem, it closes this connection without a message.
-    start = runs.decode(sys.stdin.buffer.readline())
+    line = sys.stdin.buffer.readline()
+    start = runs.decode(line)
     if start is None:
         return
     per_node = request["per_node"]
@@ -155,9 +172,11 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     # other hosts may be unable to reach.
     if hello.get("interface"):
         environment.setdefault("GLOO_SOCKET_IFNAME", hello["interface"])
-    log_name, child_name = "torchrun.log", "torchrun"
+    log_name = "torchrun.log"
+    child_name = "torchrun"
     if per_node:
-        log_name, child_name = "output.log", "the command"
+        log_name = "output.log"
+        child_name = "the command"
     elif request["reserve"] is not None:
         child_name = runs.KEEPER
     ended: Json = {
@@ -174,9 +193,8 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         folder = open_folder(directory, create=True)
         # Another launch may have taken the run id since `look` checked it.
         if folder.exists("agent.json"):
-            raise FileExistsError(
-                errno.EEXIST, os.strerror(errno.EEXIST), str(directory)
-            )
+            why = os.strerror(errno.EEXIST)
+            raise FileExistsError(errno.EEXIST, why, str(directory))
         # `stop` finds this agent through the file, so write it before the job starts.
         folder.write_json("agent.json", runs.record())
         log = folder.create(log_name)
@@ -189,15 +207,20 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         reason = str(error)
         if isinstance(error, OSError):
             reason = f"{error.filename or start['argv'][0]}: {error.strerror}"
-        send({**ended, "time": time.time(), "tail": [reason]})
+        ended["time"] = time.time()
+        ended["tail"] = [reason]
+        send(ended)
         return
     output = job.child.stdout
     forwarder = threading.Thread(
-        target=_forward, args=(output, log, send, per_node), daemon=True
+        target=_forward,
+        args=(output, log, send, per_node),
+        daemon=True,
     )
     forwarder.start()
+    code = job.child.wait()
     # The launcher compares this time across hosts to find the first failure.
-    code, ended["time"] = job.child.wait(), time.time()
+    ended["time"] = time.time()
     job.end()  # processes started by torchrun may outlive it by a few seconds
     sockets.cleanup()
     ended.update(code=code, stopped=job.stopped)
@@ -209,11 +232,13 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         ended["tail"] = last_lines(folder.anchor / log_name, _TAIL_LINES)
     elif code != 0:
         is_stopped = job.stopped is not None
-        logs = _Logs(folder, directory, log_name, start.get("first_rank", 0))
+        first_rank = start.get("first_rank", 0)
+        logs = _Logs(folder, directory, log_name, first_rank)
         ended.update(_failure(logs, is_stopped=is_stopped))
     # Even if the disk is full, the launcher gets the report.
     with suppress(OSError):
-        folder.write_json("agent.json", {**runs.record(), **ended})
+        report = {**runs.record(), **ended}
+        folder.write_json("agent.json", report)
     # Send in a thread with a time limit, because a launcher that no longer reads would block this
     # process.
     last = threading.Thread(target=send, args=(ended,), daemon=True)
@@ -221,18 +246,35 @@ def _run(request: Json, directory: Path, send: Send) -> None:
     last.join(_CLOSE_S)
 
 
-def _forward(output: IO[bytes], log: IO[bytes], send: Send, every_line: bool) -> None:
+def _forward(
+    output: IO[bytes],
+    log: IO[bytes],
+    send: Send,
+    every_line: bool,
+) -> None:
     """Send the ranks' lines, or every line, to the launcher; log the lines that no rank printed."""
     assert isinstance(output, io.BufferedReader)
     unfinished = b""
-    # `read1` returns whatever the pipe contains. At the end of the output, complete the last line.
-    while data := output.read1(_CHUNK_BYTES) or (unfinished and b"\n"):
+    while True:
+        # `read1` returns whatever the pipe contains, or nothing at the end of the output.
+        data = output.read1(_CHUNK_BYTES)
+        if not data:
+            if not unfinished:
+                return
+            # Complete the last line.
+            data = b"\n"
         if len(unfinished) > _CHUNK_BYTES:
             # A progress bar may never finish its line, so break the line here to limit memory use.
             data = b"\n" + data
-        *lines, unfinished = (unfinished + data).split(b"\n")
-        of_ranks = [line for line in lines if line.startswith(RANK_MARK)]
-        of_no_rank = [line for line in lines if not line.startswith(RANK_MARK)]
+        lines = (unfinished + data).split(b"\n")
+        unfinished = lines.pop()
+        of_ranks = []
+        of_no_rank = []
+        for line in lines:
+            if line.startswith(RANK_MARK):
+                of_ranks.append(line)
+            else:
+                of_no_rank.append(line)
         shown = lines if every_line else of_ranks
         # torchrun or the keeper has already written the ranks' lines to other files. Neither a full
         # disk nor a dead launcher may block the job.
@@ -240,8 +282,9 @@ def _forward(output: IO[bytes], log: IO[bytes], send: Send, every_line: bool) ->
             with suppress(OSError):
                 log.write(b"\n".join(of_no_rank) + b"\n")
         if shown:
+            joined = b"\n".join(shown) + b"\n"
             # `surrogateescape` keeps bytes that are not valid UTF-8.
-            text = (b"\n".join(shown) + b"\n").decode(errors="surrogateescape")
+            text = joined.decode(errors="surrogateescape")
             with suppress(OSError):
                 send({"kind": "log", "text": text})
 
@@ -268,29 +311,33 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
 
     A host that was stopped may still have caused the failure, if its ranks exited later.
     """
+    anchor = logs.folder.anchor
     # If there is no report, torchrun either failed before it started any ranks or was killed.
     report: Json = logs.folder.read_json("failure.json") or {}
+    # Local ranks whose loss the job survived, so they explain nothing.
     survived = [rank - logs.first_rank for rank in report.get("survived", ())]
-    causes = cause.read(logs.folder.anchor / "ranks", survived)
+    causes = cause.read(anchor / "ranks", survived)
     now = time.time()
     for stopped in report.get("stopped", ()):
         reason = f"its process {stopped['pid']} is stopped, by SIGSTOP or a debugger"
         causes.append(Cause(stopped["rank"], "stopped", reason, now))
     if "rank" in report:
-        rank, code = report["rank"], report["exit_code"]
+        rank = report["rank"]
+        code = report["exit_code"]
+        ranks_with_cause = [ending.rank for ending in causes]
         # torchrun may kill a rank that has recorded its cause before the rank exits on
         # its own, so ignore its exit code.
-        if rank not in [ending.rank for ending in causes]:
+        if rank not in ranks_with_cause:
             kind = "killed" if code < 0 else "unknown"
             causes.append(Cause(rank, kind, "", now, code=code))
     first = cause.first(causes)
     # Being stopped may make a rank fail, so report only causes that a stop cannot
     # produce.
-    if is_stopped and (first is None or not first.is_sure):
+    is_sure = first is not None and first.is_sure
+    if is_stopped and not is_sure:
         return {}
-    failure: Json = {
-        "tail": last_lines(logs.folder.anchor / logs.without_rank, _TAIL_LINES)
-    }
+    lines = last_lines(anchor / logs.without_rank, _TAIL_LINES)
+    failure: Json = {"tail": lines}
     if first is None:
         return failure
     failure |= {"part": f"rank {first.rank}", "cause": asdict(first)}
@@ -303,9 +350,8 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
         failure["code"] = report["exit_code"]
     # Standard error comes last and takes precedence, because it contains the traceback.
     for path in logs.of_rank(first.rank):
-        failure["log"] = str(
-            logs.directory / path.parent.relative_to(logs.folder.anchor)
-        )
+        rank_folder = path.parent.relative_to(anchor)
+        failure["log"] = str(logs.directory / rank_folder)
         lines = last_lines(path, _TAIL_LINES)
         if any(map(str.strip, lines)):
             failure["tail"] = lines
@@ -327,11 +373,12 @@ def last_lines(path: Path, count: int) -> list[str]:
     """Return the last lines of a possibly large file, or none if it cannot be read."""
     try:
         # Without O_NONBLOCK, opening a pipe blocks; without O_NOFOLLOW, a link could lead anywhere.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags)
         with open(descriptor, "rb") as file:  # noqa: PTH123 - opens a descriptor
             size = file.seek(0, os.SEEK_END)
             # Read only the end, because several weeks of logs can take up gigabytes.
-            file.seek(max(0, size - (1 << 16)))
+            file.seek(max(0, size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return []
@@ -355,7 +402,8 @@ def _stop(request: Json, directory: Path) -> Json:
     # If the agent died earlier, its processes can only be identified by the mark in
     # their environment.
     remaining = runs.marked(request["run_id"], request["node"])
-    stuck = sorted(process.pid for process in runs.end(remaining))
+    unkillable = runs.end(remaining)
+    stuck = sorted(process.pid for process in unkillable)
     text = "nothing was running"
     if stuck:
         text = f"processes {stuck} cannot be killed (they may be blocked on a device)"
@@ -386,9 +434,12 @@ def _status(request: Json, directory: Path) -> Json:
         if ended["stopped"]:
             state += f" ({ended['stopped']})"
         state += ", "
-    count = len(runs.marked(request["run_id"], request["node"]))
-    lost = "".join(f"{loss_in_words(loss)}, " for loss in losses)
-    return {"text": f"{state}{lost}{count or 'no'} processes, logs in {directory}"}
+    processes = runs.marked(request["run_id"], request["node"])
+    count = len(processes) or "no"
+    lost = ""
+    for loss in losses:
+        lost += f"{loss_in_words(loss)}, "
+    return {"text": f"{state}{lost}{count} processes, logs in {directory}"}
 
 
 def _logs(request: Json, directory: Path) -> Json:
@@ -397,9 +448,11 @@ def _logs(request: Json, directory: Path) -> Json:
         paths = [folder.anchor / "output.log", folder.anchor / "torchrun.log"]
         if request["local_rank"] is not None:
             paths = _rank_logs(folder, request["local_rank"])
-        for path in filter(Path.exists, paths):
-            lines.append(str(directory / path.relative_to(folder.anchor)))
-            lines += last_lines(path, request["lines"])
+        for path in paths:
+            if path.exists():
+                shown_path = directory / path.relative_to(folder.anchor)
+                lines.append(str(shown_path))
+                lines += last_lines(path, request["lines"])
     return {"text": "\n".join(lines)}
 
 
@@ -424,18 +477,22 @@ def main() -> int:
                 time.sleep(_ALIVE_S)
                 send({"kind": "alive"})
 
-    request = runs.decode(sys.stdin.buffer.readline())
+    line = sys.stdin.buffer.readline()
+    request = runs.decode(line)
     if request is None:
         return 0
-    threading.Thread(target=live, daemon=True).start()
+    heartbeat = threading.Thread(target=live, daemon=True)
+    heartbeat.start()
     # Hosts may share a file system, and their names may contain any characters.
     host = re.sub(r"[^A-Za-z0-9._-]", "_", request["host"])
     root = Path(request["log_root"] or runs.runs_root())
-    directory = root / request["run_id"] / f"{request['node']:03d}-{host}"
+    host_folder = f"{request['node']:03d}-{host}"
+    directory = root / request["run_id"] / host_folder
     if request["op"] == "run":
         _run(request, directory, send)
     else:
-        operation = {"stop": _stop, "status": _status, "logs": _logs}[request["op"]]
+        operations = {"stop": _stop, "status": _status, "logs": _logs}
+        operation = operations[request["op"]]
         try:
             answer = operation(request, directory)
         except (OSError, LaunchError) as error:

@@ -62,20 +62,25 @@ Event = tuple[int, Json | Literal["signal"] | None]
 
 
 def reach(
-    plan: JobPlan, host: Host, remote: Sequence[str], timeout_s: float
+    plan: JobPlan,
+    host: Host,
+    remote: Sequence[str],
+    timeout_s: float,
 ) -> list[str]:
     """Return the command that runs `remote` on a host, quoted for the login shell."""
     if host.local:
         return list(remote)
     if plan.slurm_job is not None:
         return slurm.argv(plan.slurm_job, host, remote)
+    # ssh must give up before our own time-out expires, because its error message is more specific.
+    connect_timeout_s = max(1, min(10, int(timeout_s)))
     options = [
-        # ssh must give up before our own time-out expires, because its error message is more
-        # specific.
-        "BatchMode=yes", f"ConnectTimeout={max(1, min(10, int(timeout_s)))}",
+        "BatchMode=yes",
+        f"ConnectTimeout={connect_timeout_s}",
         # Detect a dead host within 15 s.
-        "ServerAliveInterval=5", "ServerAliveCountMax=3",
-    ]  # fmt: skip
+        "ServerAliveInterval=5",
+        "ServerAliveCountMax=3",
+    ]
     # A terminal, which the user's configuration may request, would merge standard error into the
     # messages.
     words = [*plan.ssh, "-T"]
@@ -97,8 +102,9 @@ def explain(host: str, code: int | None, printed: Sequence[str]) -> str:
     last = "no output"
     for line in printed:
         last = line.strip() or last
+    text = "\n".join(printed)
     for pattern, meaning in _MEANINGS.items():
-        if re.search(pattern, "\n".join(printed), re.IGNORECASE):
+        if re.search(pattern, text, re.IGNORECASE):
             return f"{meaning.format(host=host)} ({last})"
     return f"the agent did not start there (exit code {code}): {last}"
 
@@ -107,9 +113,13 @@ class _Connection:
     """A connection to a host's agent through a local process: the agent itself, ssh or srun."""
 
     def __init__(
-        self, host: str, argv: Sequence[str], put: Callable[[Json | None], None]
+        self,
+        host: str,
+        argv: Sequence[str],
+        put: Callable[[Json | None], None],
     ) -> None:
-        self.host, self._put = host, put
+        self.host = host
+        self._put = put
         self.heard_at = time.monotonic()
         self._noise: deque[str] = deque(maxlen=20)
         # Use a file: if nobody reads a pipe, the process blocks once the pipe is full.
@@ -123,7 +133,8 @@ class _Connection:
             # cleanly.
             start_new_session=True,
         )
-        threading.Thread(target=self._read, daemon=True).start()
+        reader = threading.Thread(target=self._read, daemon=True)
+        reader.start()
 
     def send(self, **message: object) -> None:
         """Send a message. If the agent has exited, do nothing, because an event will report it."""
@@ -136,8 +147,10 @@ class _Connection:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.heard_at = time.monotonic()
-            if (message := decode(line)) is None:
-                self._noise.append(line.decode(errors="replace").rstrip())
+            message = decode(line)
+            if message is None:
+                text = line.decode(errors="replace")
+                self._noise.append(text.rstrip())
             else:
                 self._put(message)
         # Get the exit code before sending the event, because `explain` reports it.
@@ -148,8 +161,11 @@ class _Connection:
     def noise(self) -> list[str]:
         """Return the last lines from ssh, login scripts or the agent that are not messages."""
         self._stderr.seek(0)
-        errors = self._stderr.read().decode(errors="replace").splitlines()
-        lines = [line for line in [*self._noise, *errors] if line.strip()]
+        errors = self._stderr.read().decode(errors="replace")
+        lines = []
+        for line in [*self._noise, *errors.splitlines()]:
+            if line.strip():
+                lines.append(line)
         # Login scripts may print pages of text, but the reason for the agent's exit
         # comes last.
         return lines[-20:]
@@ -182,12 +198,16 @@ class Agents:
 
     def __exit__(self, *_: object) -> None:
         # Close connections in parallel, so that an unresponsive host does not delay the others.
-        with ThreadPoolExecutor(len(self.plan.hosts) or 1) as pool:
+        num_threads = len(self.plan.hosts) or 1
+        with ThreadPoolExecutor(num_threads) as pool:
             pool.map(_Connection.close, self.connections.values())
 
     def _put(self, index: int, message: Json | None) -> None:
-        kind = None if message is None else message["kind"]
-        if message is not None and kind == "log" and self.display is not None:
+        if message is None:
+            self.events.put((index, None))
+            return
+        kind = message["kind"]
+        if kind == "log" and self.display is not None:
             text = message["text"].encode(errors="surrogateescape")
             self.display.show(self.plan.hosts[index].name, text)
         # `alive` messages only update `heard_at`, which the reading thread has already
@@ -198,11 +218,17 @@ class Agents:
     def next_event(self, until: float) -> Event:
         """Return the next event, or an event with host index -1 if none arrives before `until`."""
         try:
-            return self.events.get(timeout=max(0.0, until - time.monotonic()))
+            remaining_s = max(0.0, until - time.monotonic())
+            return self.events.get(timeout=remaining_s)
         except queue.Empty:
             return -1, None
 
-    def ask(self, op: str, timeout_s: float, **details: object) -> list[Json | str]:
+    def ask(
+        self,
+        op: str,
+        timeout_s: float,
+        **details: object,
+    ) -> list[Json | str]:
         """Send a request to every host and return the answers, in host order.
 
         If a host does not answer, its entry states the reason and a remedy.
@@ -212,7 +238,8 @@ class Agents:
         variables = ["MEGATRON_EXT_DISABLE=1"]
         # If this is a source tree that is not installed, the hosts must import from the
         # same path.
-        if not {"site-packages", "dist-packages"} & set(root.parts):
+        is_installed = "site-packages" in root.parts or "dist-packages" in root.parts
+        if not is_installed:
             variables.append(f"PYTHONPATH={root}")
         # ssh servers reject most variables, and login shells differ in syntax, so let
         # the `env` command set them.
@@ -230,38 +257,39 @@ class Agents:
                 command = reach(self.plan, host, argv, timeout_s)
                 connection = _Connection(host.name, command, put)
                 self.connections[index] = connection
-                connection.send(**self.plan.request(index, op) | details)
+                request = self.plan.request(index, op) | details
+                connection.send(**request)
             except (OSError, ValueError, TypeError) as error:
                 # For `stop`, `status` and `logs`, the plan comes from a file. If the file is
                 # damaged, a word of the command may contain a null byte (ValueError) or be a number
                 # (TypeError).
                 answers[index] = f"its agent cannot be started: {error}"
+        num_hosts = len(self.plan.hosts)
         deadline = time.monotonic() + timeout_s
-        while len(answers) < len(self.plan.hosts) and time.monotonic() < deadline:
+        while len(answers) < num_hosts and time.monotonic() < deadline:
             index, message = self.next_event(deadline)
-            if isinstance(message, dict):
-                answers[index] = {
-                    **message,
-                    # Includes the time that the message took to arrive.
-                    "ahead_s": message.get("clock", 0.0) - time.time(),
-                }
             # A connection may close after the answer, unless the host is about to run the job.
-            elif index in self.connections and (op == "run" or index not in answers):
+            may_have_closed = op != "run" and index in answers
+            if isinstance(message, dict):
+                # Includes the time that the message took to arrive.
+                ahead_s = message.get("clock", 0.0) - time.time()
+                answers[index] = {**message, "ahead_s": ahead_s}
+            elif index in self.connections and not may_have_closed:
                 connection = self.connections[index]
                 code = connection.process.returncode
-                answers[index] = explain(connection.host, code, connection.noise())
+                printed = connection.noise()
+                answers[index] = explain(connection.host, code, printed)
         late = (
             f"no answer within {timeout_s:g} s; check that it is up and reachable by ssh, or "
             f"raise the limit (--preflight-timeout, --timeout)"
         )
-        return [answers.get(index, late) for index in range(len(self.plan.hosts))]
+        return [answers.get(index, late) for index in range(num_hosts)]
 
     def look(self, timeout_s: float) -> list[Json]:
         """Return each host's answer, with all problems that prevent it from running the job."""
         answers = self.ask("run", timeout_s)
-        is_complete = bool(answers) and not any(
-            isinstance(answer, str) for answer in answers
-        )
+        has_missing_host = any(isinstance(answer, str) for answer in answers)
+        is_complete = bool(answers) and not has_missing_host
         hellos: list[Json] = []
         for answer in answers:
             if isinstance(answer, str):
@@ -272,7 +300,9 @@ class Agents:
                 answer["warnings"].append(f"{clock}; synchronize it with NTP or chrony")
             # If a host is missing, report only that, because a comparison of the other hosts may be
             # misleading.
-            hellos.append(answer if is_complete else {**answer, "problems": []})
+            if not is_complete:
+                answer["problems"] = []
+            hellos.append(answer)
         if is_complete:
             # `_compare` rejects differing torch releases, so checking one host is
             # enough.
@@ -282,9 +312,12 @@ class Agents:
 
     def _check_grace(self, hello: Json) -> None:
         """Warn if torchrun does not give ranks the configured grace period."""
-        torch, grace_s = hello["same"]["torch"], self.plan.grace_s
+        torch = hello["same"]["torch"]
+        grace_s = self.plan.grace_s
         release = parse_release(torch) or _FIRST_PATIENT_TORCH
-        if grace_s > 30 and not self.plan.per_node and release < _FIRST_PATIENT_TORCH:
+        has_torchrun = not self.plan.per_node
+        is_patient = release >= _FIRST_PATIENT_TORCH
+        if grace_s > 30 and has_torchrun and not is_patient:
             limit = (
                 f"torch {torch} gives ranks 30 s to stop, but --grace is {grace_s:g}"
             )
@@ -299,8 +332,10 @@ class Agents:
             versions = [hello["same"].get(name) for hello in hellos]
             # Compare with the majority instead of the first host, which may be the one that
             # differs.
-            commonest = Counter(filter(None, versions)).most_common(1)[0][0]
-            like = self.plan.hosts[versions.index(commonest)].name
+            num_hosts_by_version = Counter(filter(None, versions))
+            commonest, _ = num_hosts_by_version.most_common(1)[0]
+            host_index = versions.index(commonest)
+            like = self.plan.hosts[host_index].name
             remedy = "install the same version on all hosts"
             if name == "python":
                 remedy = "use the same Python on all hosts (--python PATH)"

@@ -55,15 +55,18 @@ class Board:
         """Add a note."""
         # `append` is atomic: a keeper that is killed leaves either a whole note or
         # none, and all keepers read the notes in the same order.
-        self._store.append("notes", json.dumps(note) + "\n")
+        line = json.dumps(note) + "\n"
+        self._store.append("notes", line)
 
     def unread(self) -> list[Json]:
         """Return the notes that this keeper has not read yet."""
         # `get` would block until the first note is written.
         if not self._store.check(["notes"]):
             return []
-        lines = self._store.get("notes").decode().splitlines()
-        notes = [json.loads(line) for line in lines[self._num_read :]]
+        text = self._store.get("notes").decode()
+        lines = text.splitlines()
+        new_lines = lines[self._num_read :]
+        notes = [json.loads(line) for line in new_lines]
         self._num_read = len(lines)
         return notes
 
@@ -104,7 +107,11 @@ class FirstBoard:
     """The board on the first host, which collects the losses from all hosts."""
 
     def __init__(
-        self, board: Board, losses: Losses, counts: Sequence[int], ranks_met: Path
+        self,
+        board: Board,
+        losses: Losses,
+        counts: Sequence[int],
+        ranks_met: Path,
     ) -> None:
         self._board = board
         self._losses = losses
@@ -117,8 +124,9 @@ class FirstBoard:
         self.is_end_reported = False
         """Whether the lost rank's host has reported the fatal loss to the launcher."""
         for host in range(1, len(counts)):
-            first = sum(counts[:host])
-            self._hosts[host] = _Host(range(first, first + counts[host]))
+            first_rank = sum(counts[:host])
+            end_rank = first_rank + counts[host]
+            self._hosts[host] = _Host(range(first_rank, end_rank))
 
     @property
     def is_needed(self) -> bool:
@@ -182,14 +190,23 @@ class FirstBoard:
         is_early = not self._ranks_met.exists()
         for rank in host.ranks:
             if rank not in lost_before:
-                self._losses.add(Loss(rank, _KILLED, time.time(), is_early=is_early))
+                loss = Loss(
+                    rank,
+                    exit_code=_KILLED,
+                    at=time.time(),
+                    is_early=is_early,
+                )
+                self._losses.add(loss)
 
     def announce_end(self) -> None:
         """Tell the other hosts to stop their ranks because of the fatal loss."""
         assert self.fatal is not None
-        self._board.write(
-            {"kind": "end", "loss": asdict(self.fatal), "survived": self.survived}
-        )
+        note = {
+            "kind": "end",
+            "loss": asdict(self.fatal),
+            "survived": self.survived,
+        }
+        self._board.write(note)
 
 
 class OtherBoard:
@@ -263,6 +280,10 @@ class OtherBoard:
 
     def write_end_of_host(self, *, is_reported: bool) -> None:
         """Report to the first host that no more ranks are running on this host."""
-        note = {"kind": "ended", "host": self._host, "is_reported": is_reported}
+        note = {
+            "kind": "ended",
+            "host": self._host,
+            "is_reported": is_reported,
+        }
         self._notes.append(note)
         self.take_turn()

@@ -41,9 +41,14 @@ class Display:
     """
 
     def __init__(
-        self, output: BinaryIO, log: BinaryIO, view: PersonView | None = None
+        self,
+        output: BinaryIO,
+        log: BinaryIO,
+        view: PersonView | None = None,
     ) -> None:
-        self._output, self._log, self._view = output, log, view
+        self._output = output
+        self._log = log
+        self._view = view
         self._chunks: queue.Queue[tuple[str, bytes] | None] = queue.Queue(_MAX_CHUNKS)
         self.iteration = 0
         """The last training iteration that appeared in a line."""
@@ -57,14 +62,12 @@ class Display:
 
     def show(self, host: str, data: bytes) -> None:
         """Show output from a host, or drop it if the display blocks for a second."""
+        # A connection's thread runs this, and the host at the other end waits as long as that
+        # thread does. After one time-out, drop chunks immediately until the display writes again,
+        # because the report that the job has finished follows them on the same connection.
+        timeout_s = 0 if self._is_blocked else _PATIENCE_S
         try:
-            # A connection's thread runs this, and the host at the other end waits as
-            # long as that thread does. After one time-out, drop chunks immediately
-            # until the display writes again, because the report that the job has
-            # finished follows them on the same connection.
-            self._chunks.put(
-                (host, data), timeout=0 if self._is_blocked else _PATIENCE_S
-            )
+            self._chunks.put((host, data), timeout=timeout_s)
         except queue.Full:
             self._is_blocked = True
             self.left_out += data.count(b"\n")
@@ -81,23 +84,32 @@ class Display:
             host, data = chunk
             complete: list[bytes] = []
             short: list[bytes] = []
-            for marked in data.removesuffix(b"\n").split(b"\n"):
-                source, line = host, marked
-                if rank := _MARKED.match(marked):
-                    source = f"{host}:{rank[1].decode()}"
+            marked_lines = data.removesuffix(b"\n").split(b"\n")
+            for marked in marked_lines:
+                source = host
+                line = marked
+                mark = _MARKED.match(marked)
+                if mark is not None:
+                    rank = mark[1].decode()
+                    source = f"{host}:{rank}"
                     # torchrun repeats the mark within a line if it has read the line in parts.
                     line = _MARKED.sub(b"", marked)
-                complete.append(b"[%s] %s" % (source.encode(), line))
-                if iteration := _ITERATION.search(line):
-                    self.iteration = int(iteration[1])
+                prefix = source.encode()
+                complete.append(b"[%s] %s" % (prefix, line))
+                iteration_match = _ITERATION.search(line)
+                if iteration_match is not None:
+                    self.iteration = int(iteration_match[1])
                 if self._view is not None and not self.is_stopping:
                     text = line.decode(errors="replace")
-                    short += map(str.encode, self._view.feed(text, source))
+                    view_lines = self._view.feed(text, source)
+                    short += map(str.encode, view_lines)
             # The log comes first, because writing to a terminal may block for any length of time.
             self._write(self._log, complete)
-            self._write(self._output, complete if self._view is None else short)
+            shown = complete if self._view is None else short
+            self._write(self._output, shown)
         if self._view is not None and not self.is_stopping:
-            self._write(self._output, map(str.encode, self._view.flush()))
+            view_lines = self._view.flush()
+            self._write(self._output, map(str.encode, view_lines))
 
     def _write(self, file: BinaryIO, lines: Iterable[bytes]) -> None:
         # A full disk, or a reader that has exited (`| head`), must not stop the job. The hosts keep

@@ -43,10 +43,7 @@ def main() -> int:
     report = Path(sys.argv[1])
     grace_s = float(sys.argv[2])
     arguments = sys.argv[3:]
-    # Kill only the ranks and their children, because torchrun has yet to report the failure.
-    killer = threading.Timer(
-        grace_s, lambda: runs.end(Process().children(recursive=True))
-    )
+    killer = threading.Timer(grace_s, _kill_ranks)
     killer.daemon = True
     # The report for this host's agent: the rank that exited first, and the ranks that were stopped
     # by SIGSTOP.
@@ -64,7 +61,8 @@ def main() -> int:
     # torchrun logs a warning in `_close` before it asks its ranks to exit, and then waits 30 s for
     # them. Since PyTorch 2.12, it waits for the time set here if no rank has failed. The filter
     # sees the warning and starts our own timer, which shortens the wait but cannot lengthen it.
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(30, math.ceil(grace_s)))
+    shutdown_s = max(30, math.ceil(grace_s))
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(shutdown_s)
     # Filters see only records that are at or above the logger's level.
     api.logger.setLevel(logging.WARNING)
     api.logger.addFilter(bound_the_end)
@@ -72,8 +70,9 @@ def main() -> int:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
-        failure.update(rank=rank, local_rank=first.local_rank, exit_code=first.exitcode)
-        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+        code = first.exitcode
+        failure.update(rank=rank, local_rank=first.local_rank, exit_code=code)
+        return code if code > 0 else 128 - code
     except api.SignalException as error:
         return 128 + int(error.sigval)
     finally:
@@ -82,6 +81,12 @@ def main() -> int:
             with suppress(OSError), RunFolder.open(report.parent) as folder:
                 folder.write_json(report.name, failure)
     return 0
+
+
+def _kill_ranks() -> None:
+    """Kill only the ranks and their children, because torchrun has yet to report the failure."""
+    ranks_and_children = Process().children(recursive=True)
+    runs.end(ranks_and_children)
 
 
 def _await_report() -> None:
@@ -99,11 +104,11 @@ def _await_report() -> None:
                 variables = process.environ()
                 num_ranks = int(variables["LOCAL_WORLD_SIZE"])
                 # torchrun creates one folder per rank, named after its local rank.
-                folder = Path(variables["TORCHELASTIC_ERROR_FILE"]).parent
-                reports = [
-                    folder.parent / str(rank) / "error.json"
-                    for rank in range(num_ranks)
-                ]
+                rank_folder = Path(variables["TORCHELASTIC_ERROR_FILE"]).parent
+                reports = []
+                for local_rank in range(num_ranks):
+                    other_folder = rank_folder.parent / str(local_rank)
+                    reports.append(other_folder / "error.json")
                 num_running += 1
     # If all ranks are running, a signal is stopping the job. If none are, nobody can
     # report.
@@ -124,10 +129,12 @@ def stopped_ranks() -> list[dict[str, int]]:
         with suppress(Error, KeyError, ValueError):
             if process.status() in (STATUS_STOPPED, STATUS_TRACING_STOP):
                 variables = process.environ()
-                rank, local_rank = int(variables["RANK"]), int(variables["LOCAL_RANK"])
-                stopped.append(
-                    {"rank": rank, "local_rank": local_rank, "pid": process.pid}
-                )
+                stopped_rank = {
+                    "rank": int(variables["RANK"]),
+                    "local_rank": int(variables["LOCAL_RANK"]),
+                    "pid": process.pid,
+                }
+                stopped.append(stopped_rank)
     return stopped
 
 

@@ -46,7 +46,8 @@ class Failure:
         elif self.cause.kind == "left":
             how = "exited early with exit code 0"
         elif reason.startswith(blamed):
-            how, reason = "holds the job up", reason.removeprefix(blamed)
+            how = "holds the job up"
+            reason = reason.removeprefix(blamed)
         when = ""
         if self.cause.iteration is not None:
             when = f" in iteration {self.cause.iteration}"
@@ -66,7 +67,8 @@ class Failure:
             return (*self.cause.precedence[:2], self.at)
         # If an agent or torchrun dies, its death is not the effect of a failure on another host.
         has_died = self.code < 0 or self.code == CONNECTION_FAILED
-        return KINDS.index("killed" if has_died else "unknown"), 0, self.at
+        kind = "killed" if has_died else "unknown"
+        return KINDS.index(kind), 0, self.at
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,11 @@ def first_failure(failures: Sequence[Failure], last_iteration: int = 0) -> Failu
     if first.cause is None or first.cause.iteration is not None:
         return first
     if iterations:
-        return replace(first, cause=replace(first.cause, iteration=max(iterations)))
+        cause = replace(first.cause, iteration=max(iterations))
+        return replace(first, cause=cause)
     if last_iteration:
-        return replace(first, note=f" after iteration {last_iteration}{first.note}")
+        note = f" after iteration {last_iteration}{first.note}"
+        return replace(first, note=note)
     return first
 
 

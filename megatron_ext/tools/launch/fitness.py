@@ -43,18 +43,24 @@ def look(request: Json, log_dir: Path) -> Json:
     """
     problems: list[str] = []
     warnings: list[str] = []
+    clock_s = time.time()
+    num_devices = 0
+    has_count = request["per_node"] and request["nproc"]
+    if not has_count:
+        # Count without torch, because importing torch takes longer than all the checks
+        # combined.
+        num_devices = count_devices()
+    python = ".".join(map(str, sys.version_info[:3]))
     hello: Json = {
         "kind": "hello",
         "pid": os.getpid(),
-        "clock": time.time(),
+        "clock": clock_s,
         "log_dir": str(log_dir),
-        # Count without torch, because importing torch takes longer than all the checks
-        # combined.
-        "devices": 0 if request["per_node"] and request["nproc"] else count_devices(),
+        "devices": num_devices,
         "problems": problems,
         "warnings": warnings,
         "same": {
-            "python": ".".join(map(str, sys.version_info[:3])),
+            "python": python,
             # Source trees of the same version may differ, so compare the files.
             "megatron_ext": f"files {code_hash()}",
             "torch": installed("torch") or "not installed",
@@ -167,12 +173,18 @@ def _digest_of(script: str) -> str:
     return hashlib.sha256(content).hexdigest()[:8]
 
 
-def _free_port(master_port: int | None, num_ports: int, problems: list[str]) -> int:
+def _free_port(
+    master_port: int | None,
+    num_ports: int,
+    problems: list[str],
+) -> int:
     """Return the rendezvous port: the user's port, or the first of some free ones in a row."""
     # Rank 0 does not start listening until a few seconds later. Ports in this range are
     # never assigned automatically, so the port will most likely still be free then.
     # Choose at random, so that jobs that start at the same time choose different ports.
-    candidates = random.sample(range(_LOWEST_PORT, _HIGHEST_PORT + 2 - num_ports), 5)
+    # A row of ports that starts here ends at the highest port.
+    highest_start = _HIGHEST_PORT + 1 - num_ports
+    candidates = random.sample(range(_LOWEST_PORT, highest_start + 1), 5)
     if master_port:
         candidates = [master_port]
     for first in candidates:
@@ -201,8 +213,10 @@ def _why_taken(port: int) -> str | None:
 def interface_of(address: str) -> str | None:
     """Return this machine's network interface that has this address, or None."""
     # Link-local addresses end in %INTERFACE.
-    number = address.partition("%")[0]
+    number, _, _ = address.partition("%")
     for name, interface_addresses in psutil.net_if_addrs().items():
-        if number in [entry.address.partition("%")[0] for entry in interface_addresses]:
-            return str(name)
+        for entry in interface_addresses:
+            entry_number, _, _ = entry.address.partition("%")
+            if entry_number == number:
+                return str(name)
     return None

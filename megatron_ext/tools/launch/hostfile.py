@@ -65,11 +65,10 @@ class Host:
 def _number(limit: int) -> Callable[[str], int | None]:
     # int() alone would accept signs, spaces, underscores and digits in other scripts.
     def convert(text: str) -> int | None:
-        return (
-            int(text)
-            if re.fullmatch(r"[0-9]{1,5}", text) and int(text) <= limit
-            else None
-        )
+        if not re.fullmatch(r"[0-9]{1,5}", text):
+            return None
+        number = int(text)
+        return number if number <= limit else None
 
     return convert
 
@@ -102,8 +101,10 @@ _KEY_LIST = "slots, addr, port, user, rdma, type and env.NAME"
 def read(path: Path) -> tuple[Host, ...]:
     """Parse a hostfile from disk."""
     try:
+        text = read_text(path, _MAX_BYTES)
         # Some editors on Windows write a byte order mark.
-        return parse(read_text(path, _MAX_BYTES).removeprefix("\ufeff"), str(path))
+        text = text.removeprefix("\ufeff")
+        return parse(text, str(path))
     except OSError as error:
         why = f"cannot be read: {error.strerror}; use a file with one host per line"
     except UnicodeDecodeError:
@@ -122,15 +123,19 @@ def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
     lines: dict[object, int] = {}
     # Do not use splitlines(), which also splits at characters that do not end a line in
     # a file.
-    for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
+    text_lines = re.split(r"\r\n|\n|\r", text)
+    for number, line in enumerate(text_lines, 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         try:
             host = _host(words)
             # Names are case-insensitive. Two ssh ports on one address may belong to two containers.
-            for identity in (host.name.lower(), (host.address.lower(), host.port)):
-                if (first := lines.setdefault(identity, number)) != number:
+            name = host.name.lower()
+            address_and_port = (host.address.lower(), host.port)
+            for identity in (name, address_and_port):
+                first = lines.setdefault(identity, number)
+                if first != number:
                     raise ValueError(
                         f"host {host.name} is already in line {first}; list each host once and "
                         f"set its number of processes with slots=N"
@@ -176,7 +181,8 @@ def _host(words: list[str]) -> Host:
             env.append((key.removeprefix("env."), value))
             # Keep the variable until all words are read, to detect duplicates.
             fields[key] = value
-    for key in [key for key in fields if key.startswith("env.")]:
+    env_keys = [key for key in fields if key.startswith("env.")]
+    for key in env_keys:
         del fields[key]
     # Other launchers use these keys, so accept but ignore them.
     for key in ("max_slots", "type"):
@@ -187,13 +193,16 @@ def _host(words: list[str]) -> Host:
 def _value(shown: str, text: str, key: str) -> Any:
     convert, meaning = _KEYS[key]
     with suppress(ValueError):
-        if value := convert(text):
+        value = convert(text)
+        if value:
             return value
     raise ValueError(f"{shown} is {text!r}; it must be {meaning}")
 
 
 def select(
-    hosts: Sequence[Host], include: str | None = None, exclude: str | None = None
+    hosts: Sequence[Host],
+    include: str | None = None,
+    exclude: str | None = None,
 ) -> tuple[Host, ...]:
     """Return the hosts in `--include`, or all hosts not in `--exclude`.
 
@@ -205,7 +214,11 @@ def select(
     # Do not guess which of the two applies first.
     if include is not None and exclude is not None:
         raise LaunchError("--include and --exclude are both set; use only one of them")
-    flag, text = ("--exclude", exclude) if include is None else ("--include", include)
+    flag = "--include"
+    text = include
+    if include is None:
+        flag = "--exclude"
+        text = exclude
     if text is None:
         return tuple(hosts)
     host_names = [host.name for host in hosts]
@@ -213,7 +226,8 @@ def select(
     named = {part.strip("[]") for part in text.split("@")}
     for name in sorted(named.difference(host_names)):
         line = f"{flag} names the unknown host {name!r}; the hosts are {', '.join(host_names)}"
-        if name.partition(":")[0] in host_names:
+        name_before_colon, _, _ = name.partition(":")
+        if name_before_colon in host_names:
             # DeepSpeed selects devices like this: host:0,1.
             line += (
                 "; to select devices, set env.CUDA_VISIBLE_DEVICES=LIST in the hostfile"

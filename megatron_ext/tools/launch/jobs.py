@@ -78,7 +78,9 @@ def launch(args: argparse.Namespace, words: Sequence[str]) -> int:
             "the work directory was removed; change to one that exists"
         ) from None
     if args.slurm is not None and not is_inside_allocation():
-        submit(args, words[: -len(args.command_words)], command, workdir)
+        num_command_words = len(args.command_words)
+        options = words[:-num_command_words]
+        submit(args, options, command, workdir)
         return 0
     if args.slurm is not None:
         say(
@@ -133,7 +135,8 @@ def _dry_run(plan: JobPlan) -> int:
     if plan.per_node:
         return 0
     answer = preflight_of(plan)
-    for line in (*answer.changes, *answer.notices, *answer.unknown_flags()):
+    remarks = [*answer.changes, *answer.notices, *answer.unknown_flags()]
+    for line in remarks:
         say(line)
     for refusal in answer.refusals:
         say(f"error: {refusal}")
@@ -147,19 +150,26 @@ def is_inside_allocation() -> bool:
 
 def preflight_of(plan: JobPlan) -> Preflight:
     """Return the preflight report for a plan's training flags and number of ranks."""
-    device, device_kind = requested(plan.command), None
+    device = requested(plan.command)
+    device_kind = None
     # Look for devices only if no other host runs ranks.
     if all(host.local for host in plan.hosts):
         device_kind = kind_of(name_by_driver() or "")
         if device == "auto" and count_devices() == 0:
             device = "cpu"
     return preflight(
-        plan.command, world_size=plan.world_size, device=device, device_kind=device_kind
+        plan.command,
+        world_size=plan.world_size,
+        device=device,
+        device_kind=device_kind,
     )
 
 
 def submit(
-    args: argparse.Namespace, words: Sequence[str], command: Sequence[str], workdir: str
+    args: argparse.Namespace,
+    words: Sequence[str],
+    command: Sequence[str],
+    workdir: str,
 ) -> None:
     """Submit a job to Slurm, which runs the same command line again inside an allocation."""
     if args.hostfile is not None:
@@ -173,10 +183,15 @@ def submit(
     if args.dry_run:
         print(shlex.join(submission))
     else:
-        print(slurm.run(*submission, environment=dict(args.env)).strip())
+        output = slurm.run(*submission, environment=dict(args.env))
+        print(output.strip())
 
 
-def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> JobPlan:
+def planned(
+    args: argparse.Namespace,
+    command: Sequence[str],
+    workdir: str,
+) -> JobPlan:
     """Return the job's plan with all hosts, including spares."""
     job_env = dict(args.env)
     if requested(command) == "cpu":
@@ -188,7 +203,8 @@ def planned(args: argparse.Namespace, command: Sequence[str], workdir: str) -> J
     flags = [*requested_flags(environ), *command]
     # On a single machine without devices, start as many processes as the flags require.
     alone = count_devices(environ=environ) or Parallel.of(flags).smallest_job
-    hosts, slurm_job = hosts_of(args, 1 if args.per_node else args.nproc, alone)
+    nproc = 1 if args.per_node else args.nproc
+    hosts, slurm_job = hosts_of(args, nproc, alone)
     if args.run_id:
         run_id = runs.check_run_id(args.run_id)
     elif slurm_job is None:
@@ -278,7 +294,9 @@ def _check_keep_going(args: argparse.Namespace, command: Sequence[str]) -> None:
             "--keep-going does not support --forward-backward-disaggregating: a reserve rank "
             "cannot take over a role; use --max-restarts 3 instead of --keep-going"
         )
-    if flag_value(command, "--load") is None or flag_value(command, "--save") is None:
+    has_load = flag_value(command, "--load") is not None
+    has_save = flag_value(command, "--save") is not None
+    if not has_load or not has_save:
         raise LaunchError(
             "--keep-going needs --save DIR --load DIR, so that the ranks can load their state "
             "after a loss; add them"
@@ -286,7 +304,9 @@ def _check_keep_going(args: argparse.Namespace, command: Sequence[str]) -> None:
 
 
 def hosts_of(
-    args: argparse.Namespace, nproc: int | None = None, alone: int | None = None
+    args: argparse.Namespace,
+    nproc: int | None = None,
+    alone: int | None = None,
 ) -> tuple[tuple[hostfile.Host, ...], str | None]:
     """Return the hosts that the flags select and the id of their Slurm job, if any.
 
@@ -296,12 +316,15 @@ def hosts_of(
     job = None
     if args.hostfile is not None:
         listed = hostfile.read(args.hostfile)
-    elif job := os.environ.get("SLURM_JOB_ID") or None:
-        listed = slurm.hosts()
     else:
-        listed = (hostfile.Host("localhost", slots=alone),)
+        job = os.environ.get("SLURM_JOB_ID") or None
+        if job is not None:
+            listed = slurm.hosts()
+        else:
+            listed = (hostfile.Host("localhost", slots=alone),)
+    selected = hostfile.select(listed, args.include, args.exclude)
     hosts = []
-    for number, host in enumerate(hostfile.select(listed, args.include, args.exclude)):
+    for number, host in enumerate(selected):
         is_local = job is None and _is_this_machine(host.name)
         slots = nproc or host.slots
         hosts.append(replace(host, slots=slots, number=number, local=is_local))

@@ -96,8 +96,11 @@ class Rank:
                 self._log.write(line)
             if self._is_shown:
                 _show(self.rank, line)
-            if restart := _RESTART.search(line):
-                board.note_restart(num_lost=int(restart[2]) - int(restart[1]))
+            restart = _RESTART.search(line)
+            if restart is not None:
+                num_left = int(restart[1])
+                num_before = int(restart[2])
+                board.note_restart(num_lost=num_before - num_left)
             elif _STEP.search(line):
                 board.note_step()
         self._log.close()
@@ -118,10 +121,10 @@ _OUTPUT = threading.Lock()
 
 
 def _show(rank: int, line: bytes) -> None:
+    prefix = runs.RANK_MARK + b"%d " % rank
+    text = line.rstrip(b"\n")
     with _OUTPUT, suppress(OSError):
-        sys.stdout.buffer.write(
-            runs.RANK_MARK + b"%d " % rank + line.rstrip(b"\n") + b"\n"
-        )
+        sys.stdout.buffer.write(prefix + text + b"\n")
         sys.stdout.buffer.flush()
 
 
@@ -202,7 +205,10 @@ class Keeper:
         for item in (args.tee or "").split(","):
             # Each item has the form RANK:STREAMS.
             if item:
-                shown.add(int(item.partition(":")[0]))
+                shown_rank, _, _ = item.partition(":")
+                shown.add(int(shown_rank))
+        # Ranks exit with this process, even if a user started it without an agent.
+        agent_pid = os.environ.get(parent.AGENT_PID, str(os.getpid()))
         # torchrun sets these variables for its ranks, except the last four.
         os.environ.update(
             {
@@ -216,9 +222,7 @@ class Keeper:
                 "GROUP_RANK": str(args.node_rank),
                 parent.HOSTED_STORES: "1",
                 parent.RANKS_MET: str(ranks_met),
-                # Ranks exit with this process, even if a user started it without an
-                # agent.
-                parent.AGENT_PID: os.environ.get(parent.AGENT_PID, str(os.getpid())),
+                parent.AGENT_PID: agent_pid,
                 # Hides torch's warnings about store time-outs, which NVRx uses deliberately.
                 "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "error"),
             }
@@ -234,16 +238,16 @@ class Keeper:
         # Use torchrun's layout, which the agent expects for logs and causes.
         folder = Path(args.log_dir) / "kept" / "attempt_0"
         first_rank = sum(counts[: args.node_rank])
-        self._ranks = [
-            Rank(
+        self._ranks: list[Rank] = []
+        for local_rank in range(args.nproc_per_node):
+            rank = Rank(
                 first_rank + local_rank,
                 local_rank,
                 command,
                 folder / str(local_rank),
                 is_shown=local_rank in shown,
             )
-            for local_rank in range(args.nproc_per_node)
-        ]
+            self._ranks.append(rank)
 
     def run(self) -> Loss | None:
         """Wait for the ranks; return the loss that stopped the job if this host must report it.
@@ -256,7 +260,9 @@ class Keeper:
         threads = []
         for rank in self._ranks:
             thread = threading.Thread(
-                target=rank.follow, args=(self._board,), daemon=True
+                target=rank.follow,
+                args=(self._board,),
+                daemon=True,
             )
             thread.start()
             threads.append(thread)
@@ -302,10 +308,10 @@ class Keeper:
         The lost rank's host reports it to its agent; if that host is gone, the first host reports
         it.
         """
-        board, fatal = self._board, self._board.fatal
-        is_lost_here = fatal is not None and fatal.rank in [
-            rank.rank for rank in self._ranks
-        ]
+        board = self._board
+        fatal = board.fatal
+        ranks_here = [rank.rank for rank in self._ranks]
+        is_lost_here = fatal is not None and fatal.rank in ranks_here
         if isinstance(board, OtherBoard):
             # The first host may have exited already, because no rank on this host needs it any
             # more.
@@ -330,7 +336,8 @@ class Keeper:
                 rank.is_lost = True
                 rank.end_children()
                 is_early = not self._ranks_met.exists()
-                self._board.add(Loss(rank.rank, code, time.time(), is_early=is_early))
+                loss = Loss(rank.rank, code, time.time(), is_early=is_early)
+                self._board.add(loss)
 
     def _stop(self, number: int, _frame: object) -> None:
         self._stopped_by = number
@@ -373,27 +380,28 @@ def main() -> int:
     else:
         board = OtherBoard(Board(_store_of_first_host(args)), args.node_rank)
     try:
-        fatal_loss = Keeper(args, board, grace_s, counts, ranks_met).run()
+        keeper = Keeper(args, board, grace_s, counts, ranks_met)
+        fatal_loss = keeper.run()
     except FirstHostLost as error:
         sys.stderr.write(f"the first host's keeper does not answer: {error}\n")
         return 1
     del stores  # the ranks need them up to this point
     if fatal_loss is None:
         return 0
+    first_rank = sum(counts[: args.node_rank])
+    exit_code = fatal_loss.exit_code
     # Report the loss in `elastic`'s format, which the agent reads. Errors that the job
     # survived do not explain why it ended.
     failure = {
         "stopped": [],
         "survived": board.survived,
         "rank": fatal_loss.rank,
-        "local_rank": fatal_loss.rank - sum(counts[: args.node_rank]),
-        "exit_code": fatal_loss.exit_code,
+        "local_rank": fatal_loss.rank - first_rank,
+        "exit_code": exit_code,
     }
     with suppress(OSError), RunFolder.open(report.parent) as folder:
         folder.write_json(report.name, failure)
-    return (
-        fatal_loss.exit_code if fatal_loss.exit_code > 0 else 128 - fatal_loss.exit_code
-    )
+    return exit_code if exit_code > 0 else 128 - exit_code
 
 
 if __name__ == "__main__":

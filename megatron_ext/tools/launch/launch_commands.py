@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 
-def _number(convert: Callable[[str], Any], first: int, last: float, rule: str) -> Any:
+def _number(
+    convert: Callable[[str], Any],
+    first: int,
+    last: float,
+    rule: str,
+) -> Any:
     """Return an argparse converter for a number in a range; errors quote `rule`."""
 
     def checked(text: str) -> Any:

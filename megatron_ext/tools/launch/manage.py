@@ -27,13 +27,15 @@ def manage(args: argparse.Namespace) -> int:
     The commands read the plan that `launch` wrote on this machine and start an agent on each host
     to do the work.
     """
-    run_id, command = runs.check_run_id(args.run_id), args.command
+    run_id = runs.check_run_id(args.run_id)
+    command = args.command
     plan = _reachable_plan(run_id, args)
-    launcher = runs.recorded(runs.load(run_id, "launcher"))
-    if command != "stop" and (restarts := _restarts(run_id)):
-        say(
-            f"this was the first attempt; the job was restarted as {', '.join(restarts)}"
-        )
+    launcher_record = runs.load(run_id, "launcher")
+    launcher = runs.recorded(launcher_record)
+    if command != "stop":
+        restarts = ", ".join(_restarts(run_id))
+        if restarts:
+            say(f"this was the first attempt; the job was restarted as {restarts}")
     timeout_s = args.timeout
     details: runs.Json = {}
     if command == "stop":
@@ -56,43 +58,38 @@ def manage(args: argparse.Namespace) -> int:
         # srun cannot start anything in a finished Slurm job. By then, only files are
         # left. The hosts share these files with this machine, so read them here.
         is_over = slurm.state(plan.slurm_job) != "RUNNING"
-        plan = replace(
-            plan, hosts=tuple(replace(host, local=is_over) for host in plan.hosts)
-        )
+        hosts = tuple(replace(host, local=is_over) for host in plan.hosts)
+        plan = replace(plan, hosts=hosts)
     with Agents(plan) as agents:
         answers = agents.ask(command, timeout_s, **details)
-    if (
-        command == "stop"
-        and plan.slurm_job
-        and slurm.state(plan.slurm_job) != "RUNNING"
-    ):
-        # The allocation may end together with the launcher, which cuts off the hosts' answers.
-        print(f"Slurm job {plan.slurm_job} has ended")
-        return 0
+    if command == "stop" and plan.slurm_job:
+        state = slurm.state(plan.slurm_job)
+        if state != "RUNNING":
+            # The allocation may end together with the launcher, which cuts off the hosts' answers.
+            print(f"Slurm job {plan.slurm_job} has ended")
+            return 0
     return _print_answers(plan, answers, is_output=command == "logs")
 
 
 def _reachable_plan(run_id: str, args: argparse.Namespace) -> JobPlan:
     """Return a run's plan, with the programs for reaching hosts from this command line."""
     record = runs.load(run_id, "plan")
-    if (
-        record is None
-        and run_id.isdecimal()
-        and (state := slurm.state(run_id)) is not None
-    ):
-        raise LaunchError(
-            f"Slurm job {run_id} is {state} and has not started anything yet; wait for it, or "
-            f"cancel it with `scancel {run_id}`"
-        )
+    if record is None and run_id.isdecimal():
+        state = slurm.state(run_id)
+        if state is not None:
+            raise LaunchError(
+                f"Slurm job {run_id} is {state} and has not started anything yet; wait for it, or "
+                f"cancel it with `scancel {run_id}`"
+            )
     plan = _plan_of(record, run_id)
     reached_by = plan.flags_to_reach()
     # Never run a program named in a file.
     plan = replace(plan, run_id=run_id, ssh=args.ssh_cmd, python=args.python)
     if reached_by != plan.flags_to_reach():
+        flags = shlex.join(reached_by) or "the default ssh and Python"
         say(
-            f"the job was launched with "
-            f"{line_of(shlex.join(reached_by) or 'the default ssh and Python')}; if hosts do not "
-            f"answer, use the same flags here"
+            f"the job was launched with {line_of(flags)}; if hosts do not answer, use the same "
+            f"flags here"
         )
     return plan
 
@@ -107,11 +104,15 @@ def _of_rank(plan: JobPlan, rank: int | None) -> tuple[JobPlan, int | None]:
         )
     index = plan.host_of(rank)
     local_rank = rank - plan.first_rank(index)
-    return replace(plan, hosts=(plan.hosts[index],)), local_rank
+    host = plan.hosts[index]
+    return replace(plan, hosts=(host,)), local_rank
 
 
 def _print_answers(
-    plan: JobPlan, answers: Sequence[runs.Json | str], *, is_output: bool
+    plan: JobPlan,
+    answers: Sequence[runs.Json | str],
+    *,
+    is_output: bool,
 ) -> int:
     """Print the hosts' answers; return 1 if a host does not answer or reports a failure."""
     has_failed = False
@@ -132,12 +133,10 @@ def _print_answers(
 def _plan_of(record: runs.Json | None, run_id: str) -> JobPlan:
     root = runs.runs_root()
     if record is None:
-        run_ids = sorted(path.parent.name for path in root.glob("*/plan.json"))[-5:]
-        latest = (
-            f"the latest are {', '.join(run_ids)}"
-            if run_ids
-            else "no run was started from here"
-        )
+        run_ids = sorted(path.parent.name for path in root.glob("*/plan.json"))
+        latest = "no run was started from here"
+        if run_ids:
+            latest = f"the latest are {', '.join(run_ids[-5:])}"
         raise LaunchError(f"there is no run {run_id} in {root}; {latest}")
     try:
         return JobPlan.of_record(record)
@@ -150,9 +149,12 @@ def _plan_of(record: runs.Json | None, run_id: str) -> JobPlan:
 def _restarts(run_id: str) -> list[str]:
     """Return a run's restarts, in order (`attempts.with_restarts`)."""
     restarts: list[str] = []
-    while runs.load(restart := f"{run_id}-r{len(restarts) + 1}", "plan") is not None:
+    while True:
+        number = len(restarts) + 1
+        restart = f"{run_id}-r{number}"
+        if runs.load(restart, "plan") is None:
+            return restarts
         restarts.append(restart)
-    return restarts
 
 
 def _state_of(run_id: str, launcher: psutil.Process | None) -> str:
@@ -161,7 +163,8 @@ def _state_of(run_id: str, launcher: psutil.Process | None) -> str:
         return "running"
     result = runs.load(run_id, "result")
     if result is None:
-        machine = (runs.load(run_id, "launcher") or {}).get("machine")
+        launcher_record = runs.load(run_id, "launcher") or {}
+        machine = launcher_record.get("machine")
         if machine in (None, socket.gethostname()):
             return "the launcher has exited without a result"
         return line_of(f"no result yet; the launcher runs on {machine}")

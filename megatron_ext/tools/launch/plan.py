@@ -47,7 +47,8 @@ def flag_value(flags: Sequence[str], name: str) -> str | None:
     # With `nargs="?"`, a missing value is not an error here; Megatron's parser reports
     # it.
     parser.add_argument(name, dest="value", nargs="?")
-    value: str | None = parser.parse_known_args(flags)[0].value
+    namespace, _ = parser.parse_known_args(flags)
+    value: str | None = namespace.value
     return value
 
 
@@ -61,10 +62,12 @@ _SIZES = (
 def _sizes_of(flags: Sequence[str]) -> JobSizes:
     settings: dict[str, object] = {}
     for dest in _SIZES:
-        text = flag_value(flags, f"--{dest.replace('_', '-')}")
-        # Pass non-numeric text through; `JobSizes` raises an error that names the flag.
+        flag = "--" + dest.replace("_", "-")
+        text = flag_value(flags, flag)
         if text:
-            settings[dest] = int(text) if text.isascii() and text.isdigit() else text
+            is_number = text.isascii() and text.isdigit()
+            # Pass non-numeric text through; `JobSizes` raises an error that names the flag.
+            settings[dest] = int(text) if is_number else text
     try:
         return JobSizes.of(settings)
     except ArgumentsError as error:
@@ -89,10 +92,8 @@ class Parallel:
     def of(cls, flags: Sequence[str]) -> Parallel:
         """Read the sizes from training flags."""
         sizes = _sizes_of(flags)
-        tensor, pipeline = (
-            sizes.tensor_model_parallel_size,
-            sizes.pipeline_model_parallel_size,
-        )
+        tensor = sizes.tensor_model_parallel_size
+        pipeline = sizes.pipeline_model_parallel_size
         context = sizes.context_parallel_size
         forward = 0
         if "--forward-backward-disaggregating" in flags:
@@ -101,7 +102,8 @@ class Parallel:
                 forward = context  # one rank instead of each tensor-parallel group
         stages = pipeline
         schedule = flag_value(flags, "--pipeline-schedule")
-        if "--enable-bitpipe-schedule" in flags or schedule in ("bitpipe", "dualpipe"):
+        is_mirrored = schedule in ("bitpipe", "dualpipe")
+        if is_mirrored or "--enable-bitpipe-schedule" in flags:
             stages = -(-pipeline // 2)  # two mirrored pipelines
         shards = sizes.expert_tensor_parallel_size or tensor
         experts = shards * sizes.expert_model_parallel_size * stages
@@ -109,8 +111,16 @@ class Parallel:
         replica = dense + forward * pipeline
         # Expert parallelism spans replicas, so the number of ranks must be a common multiple of
         # both sizes.
-        smallest = replica * math.lcm(dense, experts) // dense
-        return cls(tensor, pipeline, context, forward, replica, smallest)
+        common_multiple = math.lcm(dense, experts)
+        smallest = replica * common_multiple // dense
+        return cls(
+            tensor,
+            pipeline,
+            context,
+            forward,
+            replica_size=replica,
+            smallest_job=smallest,
+        )
 
     def data_parallel(self, world_size: int) -> int:
         """Return the number of model replicas that this many ranks form.
@@ -208,10 +218,8 @@ class JobPlan:
         """
         if self.per_node or len(self.hosts) == 1:
             return
-        if (
-            not self.allow_uneven
-            and len({host.slots for host in self.hosts if host.slots}) > 1
-        ):
+        known_slots = {host.slots for host in self.hosts if host.slots}
+        if len(known_slots) > 1 and not self.allow_uneven:
             shown = ", ".join(f"{host.name} {host.slots or 0}" for host in self.hosts)
             raise LaunchError(
                 f"the hosts have different numbers of processes ({shown}); give them equal slots, "
@@ -246,7 +254,11 @@ class JobPlan:
         plan.check()
         if plan.per_node:
             return plan
-        flags = (*plan._batch_flag(), *plan._address_flag(), *plan._restart_flags())
+        flags = [
+            *plan._batch_flag(),
+            *plan._address_flag(),
+            *plan._restart_flags(),
+        ]
         return replace(plan, command=(*plan.command, *flags))
 
     def _batch_flag(self) -> list[str]:
@@ -275,18 +287,23 @@ class JobPlan:
         if wire is None and not _IMPLYING_TRANSPORT.isdisjoint(self.flags):
             wire = "auto"  # the default of `PipelineConfig.wire`
         has_addresses = flag_value(self.flags, "--node-ips") is not None
-        if wire not in _BETWEEN_HOSTS or len(self.hosts) == 1 or has_addresses:
+        needs_addresses = wire in _BETWEEN_HOSTS and len(self.hosts) != 1
+        if has_addresses or not needs_addresses:
             return []
         if self.reserve is not None:
             # Ranks may be renumbered across hosts, so each keeper gives its ranks their address.
             return []
         # Use one address per host, or one per rank if the hosts have different numbers
         # of ranks.
-        is_even = len({host.slots for host in self.hosts}) == 1
+        slot_counts = {host.slots for host in self.hosts}
+        is_even = len(slot_counts) == 1
         addresses = []
         for host in self.hosts:
-            num_entries = 1 if is_even else host.slots or 0
-            addresses += [host.rdma[0] if host.rdma else host.address] * num_entries
+            address = host.rdma[0] if host.rdma else host.address
+            num_entries = 1
+            if not is_even:
+                num_entries = host.slots or 0
+            addresses += [address] * num_entries
         return ["--node-ips", *addresses]
 
     def _restart_flags(self) -> list[str]:
@@ -310,7 +327,9 @@ class JobPlan:
                 "--inprocess-heartbeat-interval": "2",
                 "--inprocess-heartbeat-timeout": "20",
             }
-        flags = [] if "--inprocess-restart" in self.flags else ["--inprocess-restart"]
+        flags = []
+        if "--inprocess-restart" not in self.flags:
+            flags.append("--inprocess-restart")
         # Save a local checkpoint at every step, so that a restart repeats at most one
         # step.
         if flag_value(self.flags, "--non-persistent-ckpt-type") is None:
@@ -338,15 +357,18 @@ class JobPlan:
         counts = {host.slots or 0 for host in self.training_hosts}
         if num_hosts == 1:
             # All training ranks are on one host, so they save tensors for each other.
-            distance, num_copies = 1, 2
+            distance = 1
+            num_copies = 2
         else:
             # Ranks with the same local rank save tensors for each other, in groups of hosts. All
             # groups have the same size, which is as small as possible, because each rank saves for
             # its whole group.
-            distance, num_copies = max(counts), 2
+            distance = max(counts)
+            num_copies = 2
             while num_hosts % num_copies:
                 num_copies += 1
-        if len(counts) > 1 or self.world_size % (distance * num_copies):
+        num_group_ranks = distance * num_copies
+        if len(counts) > 1 or self.world_size % num_group_ranks:
             raise LaunchError(
                 f"--keep-going saves each rank's tensors twice, which requires the same number of "
                 f"processes on every training host, but there are {self.world_size} on "
@@ -370,11 +392,12 @@ class JobPlan:
             ) from None
         # The hard time-out kills the rank, which is then lost. The barrier, where the other ranks
         # wait for that rank, must have a longer time-out.
+        hard_s = 1.5 * hang_s
+        barrier_s = max(120.0, 2 * hang_s)  # Megatron's default is 120 s
         return {
             "--inprocess-soft-timeout": f"{hang_s:g}",
-            "--inprocess-hard-timeout": f"{1.5 * hang_s:g}",
-            # Megatron's default is 120 s.
-            "--inprocess-barrier-timeout": f"{max(120.0, 2 * hang_s):g}",
+            "--inprocess-hard-timeout": f"{hard_s:g}",
+            "--inprocess-barrier-timeout": f"{barrier_s:g}",
         }
 
     def log_folder(self, index: int) -> str:
@@ -392,7 +415,9 @@ class JobPlan:
             LaunchError: The job has no such rank.
         """
         for index in range(len(self.hosts)):
-            if self.first_rank(index) <= rank < self.first_rank(index + 1):
+            first_rank = self.first_rank(index)
+            end_rank = self.first_rank(index + 1)
+            if first_rank <= rank < end_rank:
                 return index
         raise LaunchError(
             f"rank {rank}: the job has no such rank; use 0 to {self.num_started - 1}"
@@ -405,18 +430,30 @@ class JobPlan:
     def _torchrun_words(self, index: int, port: int, *options: str) -> list[str]:
         # With several hosts, all of them must be able to resolve the address. A single host uses
         # the loopback address.
-        master = "127.0.0.1" if len(self.hosts) == 1 else self.hosts[0].address
-        return [
-            "--nnodes", str(len(self.hosts)), "--node-rank", str(index),
-            "--nproc-per-node", str(self._num_ranks_by_host()[index]),
+        num_hosts = len(self.hosts)
+        master = "127.0.0.1" if num_hosts == 1 else self.hosts[0].address
+        num_ranks = self._num_ranks_by_host()[index]
+        flags = {
+            "--nnodes": str(num_hosts),
+            "--node-rank": str(index),
+            "--nproc-per-node": str(num_ranks),
+            "--master-addr": master,
+            "--master-port": str(port),
             # Restarts are left to the launcher, because torchrun cannot use spare hosts
             # that are not running an agent.
-            "--master-addr", master, "--master-port", str(port), "--max-restarts", "0", *options,
-            "-m", "megatron_ext", *self.command,
-        ]  # fmt: skip
+            "--max-restarts": "0",
+        }
+        words = []
+        for flag, value in flags.items():
+            words += [flag, value]
+        return [*words, *options, "-m", "megatron_ext", *self.command]
 
     def agent_argv(
-        self, index: int, hello: Json, port: int, show: Sequence[int]
+        self,
+        index: int,
+        hello: Json,
+        port: int,
+        show: Sequence[int],
     ) -> list[str]:
         """Return the command that a host's agent starts; `hello` is the agent's answer.
 
@@ -442,16 +479,19 @@ class JobPlan:
         if show:
             # torchrun writes files for all ranks and forwards the output of the listed
             # ranks; 3 means both streams.
-            options += ["--tee", ",".join(f"{rank}:3" for rank in show)]
+            streams = ",".join(f"{rank}:3" for rank in show)
+            options += ["--tee", streams]
         report = [f"{logs}/failure.json", f"{self.grace_s:g}"]
         starter = [self.python, "-m", "megatron_ext.tools.launch.elastic", *report]
         if self.reserve is not None:
             starter = self._keeper_words(*report)
             # The keeper passes this address to its ranks. argparse uses the last
             # `--local-addr`.
-            if self.hosts[index].rdma:
-                options += ["--local-addr", self.hosts[index].rdma[0]]
-        return [*starter, *self._torchrun_words(index, port, *options)]
+            rdma_addresses = self.hosts[index].rdma
+            if rdma_addresses:
+                options += ["--local-addr", rdma_addresses[0]]
+        torchrun_words = self._torchrun_words(index, port, *options)
+        return [*starter, *torchrun_words]
 
     def _keeper_words(self, report: str, grace_s: str) -> list[str]:
         counts = ",".join(str(count) for count in self._num_ranks_by_host())
@@ -460,22 +500,30 @@ class JobPlan:
 
     def request(self, index: int, op: str = "run") -> Json:
         """Return the first message to a host's agent, with the host's part of this plan."""
-        host, peer = self.hosts[index], None
+        host = self.hosts[index]
+        is_first = index == 0
+        peer = None
         if len(self.hosts) > 1 and not self.per_node:
             # The agent determines its own address from the route to any other host.
-            peer = self.hosts[0].address if index else self.hosts[1].address
-        # Send only the script, which the agent checks. The whole command follows when
-        # the job starts.
+            other_host = self.hosts[1] if is_first else self.hosts[0]
+            peer = other_host.address
         shared = replace(
-            self, hosts=(), command=self.command[:1], env=self.environment(index)
+            self,
+            hosts=(),
+            # Send only the script, which the agent checks. The whole command follows when
+            # the job starts.
+            command=self.command[:1],
+            env=self.environment(index),
         )
         of_host = {
             "op": op,
             "node": host.number,
             "host": host.name,
             "nproc": host.slots or 0,
+            "peer": peer,
+            "is_first": is_first,
         }
-        return asdict(shared) | of_host | {"peer": peer, "is_first": index == 0}
+        return asdict(shared) | of_host
 
     def record(self) -> Json:
         """Return the data that `stop`, `status` and `logs` need, as JSON."""
@@ -494,11 +542,14 @@ class JobPlan:
         for host in hosts:
             if host.name.startswith("-"):
                 raise ValueError(f"ssh would parse the host {host.name} as an option")
-        return cls(**{**fields, "hosts": hosts, "ssh": tuple(fields["ssh"])})
+        ssh = tuple(fields["ssh"])
+        restored = {**fields, "hosts": hosts, "ssh": ssh}
+        return cls(**restored)
 
     def flags_to_reach(self) -> list[str]:
         """Return the flags that `stop`, `status` and `logs` need to reach this plan's hosts."""
-        if all(host.local for host in self.hosts) or self.slurm_job is not None:
+        is_all_local = all(host.local for host in self.hosts)
+        if is_all_local or self.slurm_job is not None:
             return []
         flags = []
         if self.ssh != ("ssh",):
@@ -518,12 +569,12 @@ class JobPlan:
             if not self.per_node:
                 words = self._starter_by_hand(index)
             environment = self.environment(index)
-            assigned = [
-                _assignment(name, environment[name]) for name in sorted(environment)
-            ]
-            line = " ".join(
-                [f"cd {_quoted(self.workdir)} &&", *assigned, *map(_quoted, words)]
-            )
+            line_words = [f"cd {_quoted(self.workdir)} &&"]
+            for name in sorted(environment):
+                assignment = _assignment(name, environment[name])
+                line_words.append(assignment)
+            line_words += map(_quoted, words)
+            line = " ".join(line_words)
             parts.append(f"# {host.name}\n{line}\n")
         return "\n".join(parts)
 
@@ -542,22 +593,25 @@ class JobPlan:
 
     def summary(self) -> str:
         """Return one line that shows the hosts, the ranks, the parallel sizes and the batch."""
-        hosts = f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''}"
+        hosts = f"{len(self.hosts)} host"
+        if len(self.hosts) > 1:
+            hosts += "s"
         if self.per_node:
             return f"{hosts}, one command on each"
-        sizes, batch = (
-            Parallel.of(self.flags),
-            flag_value(self.flags, "--global-batch-size"),
-        )
+        sizes = Parallel.of(self.flags)
+        batch = flag_value(self.flags, "--global-batch-size")
         reserve = ""
         if self.reserve is not None:
             reserve = f" and {self.num_in_reserve} in reserve"
-        return (
+        line = (
             f"{hosts}, {self.world_size} ranks{reserve}: TP {sizes.tensor}, PP {sizes.pipeline}, "
             f"CP {sizes.context}, DP {sizes.data_parallel(self.world_size)}"
-            + (", separate forward and backward ranks" if sizes.forward else "")
-            + (f"; {batch} samples per step" if batch is not None else "")
         )
+        if sizes.forward:
+            line += ", separate forward and backward ranks"
+        if batch is not None:
+            line += f"; {batch} samples per step"
+        return line
 
 
 def _assignment(name: str, value: str) -> str:
@@ -576,5 +630,7 @@ def _quoted(word: str) -> str:
         return shlex.quote(word)
     # Escape individual bytes, because they need not form valid text and bash accepts
     # such escapes in every locale.
-    escaped = os.fsencode(word).decode("latin-1").encode("unicode_escape").decode()
-    return "$'" + escaped.replace("'", r"\'") + "'"
+    bytes_as_text = os.fsencode(word).decode("latin-1")
+    escaped = bytes_as_text.encode("unicode_escape").decode()
+    escaped = escaped.replace("'", r"\'")
+    return f"$'{escaped}'"

@@ -50,11 +50,13 @@ class RunFolder:
         """
         if create:
             root.mkdir(parents=True, exist_ok=True)
-        path, descriptor = root, os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        path = root
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         # Open each folder relative to its open parent, so that nobody can replace a part of the
         # path after the check.
         for name in names:
-            parent, path = descriptor, path / name
+            parent = descriptor
+            path = path / name
             try:
                 if create:
                     # Hosts that share a disk may create the folder at the same time.
@@ -93,9 +95,8 @@ class RunFolder:
         path = self.path / name
         try:
             # Without O_NONBLOCK, opening a pipe blocks until the pipe has a writer.
-            with open(
-                _open_below(self._descriptor, name, path, os.O_NONBLOCK), "rb"
-            ) as file:
+            descriptor = _open_below(self._descriptor, name, path, os.O_NONBLOCK)
+            with open(descriptor, "rb") as file:  # noqa: PTH123 - opens a descriptor
                 content = file.read(MAX_JSON_BYTES + 1)
             if len(content) > MAX_JSON_BYTES:
                 raise ValueError(f"it is larger than {MAX_JSON_BYTES >> 20} MiB")
@@ -118,9 +119,13 @@ class RunFolder:
         scratch = f".{name}.{secrets.token_hex(4)}"
         try:
             with self.create(scratch) as file:
-                file.write(json.dumps(value, indent=1).encode() + b"\n")
+                text = json.dumps(value, indent=1)
+                file.write(text.encode() + b"\n")
             os.rename(
-                scratch, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor
+                scratch,
+                name,
+                src_dir_fd=self._descriptor,
+                dst_dir_fd=self._descriptor,
             )
         except BaseException:
             with suppress(OSError):
@@ -142,14 +147,20 @@ class RunFolder:
         return open(descriptor, "wb", buffering=0)  # noqa: PTH123 - opens a descriptor
 
 
-def _open_below(parent: int, name: str, path: Path, flags: int) -> int:
+def _open_below(
+    parent: int,
+    name: str,
+    path: Path,
+    flags: int,
+) -> int:
     """Open an entry in an open folder for reading; return its descriptor."""
+    flags |= os.O_RDONLY | os.O_NOFOLLOW
     try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=parent)
+        descriptor = os.open(name, flags, dir_fd=parent)
     except OSError:
         with suppress(OSError):
-            mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
-            if stat.S_ISLNK(mode):
+            status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+            if stat.S_ISLNK(status.st_mode):
                 raise LaunchError(
                     f"{path} is a link, but run folders must not contain links; remove it, or use "
                     f"another --run-id"
@@ -171,7 +182,9 @@ def _require_private(status: os.stat_result, path: Path) -> None:
     Raises:
         LaunchError: Names the entry and the remedy.
     """
-    if not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
+    is_folder = stat.S_ISDIR(status.st_mode)
+    is_file = stat.S_ISREG(status.st_mode)
+    if not is_folder and not is_file:
         raise LaunchError(f"{path} is a pipe or a device; delete it")
     if status.st_uid != os.geteuid():
         raise LaunchError(

@@ -45,7 +45,8 @@ NODE = "MEGATRON_EXT_NODE"
 def encode(message: Json) -> bytes:
     """Return a message as one line."""
     # JSON escapes line breaks and all non-ASCII characters.
-    return _MARK + json.dumps(message, separators=(",", ":")).encode() + b"\n"
+    text = json.dumps(message, separators=(",", ":"))
+    return _MARK + text.encode() + b"\n"
 
 
 def decode(line: bytes) -> Json | None:
@@ -54,7 +55,8 @@ def decode(line: bytes) -> Json | None:
     _, mark, text = line.partition(_MARK)
     with suppress(ValueError):
         message = json.loads(text)
-        return message if mark and isinstance(message, dict) else None
+        if mark and isinstance(message, dict):
+            return message
     return None
 
 
@@ -111,9 +113,10 @@ def load(run_id: str, name: str) -> Json | None:
 
 def record() -> Json:
     """Return JSON data that identifies this process even after the system reuses its id."""
+    pid = os.getpid()
     return {
-        "pid": os.getpid(),
-        "start": _start(os.getpid()),
+        "pid": pid,
+        "start": _start(pid),
         "machine": socket.gethostname(),
     }
 
@@ -123,10 +126,12 @@ def _start(pid: int) -> str:
     # Do not use psutil's create_time(), which changes when the host's clock is set. A
     # record may be from before a reboot or, on a shared disk, from another machine, so
     # include the boot id.
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    boot_id_file = Path("/proc/sys/kernel/random/boot_id")
+    boot = boot_id_file.read_text(encoding="ascii").strip()
     stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     # The second field, the name in parentheses, may contain spaces. `starttime` is field 22.
-    ticks = stat.rpartition(")")[2].split()[19]
+    _, _, fields_from_third = stat.rpartition(")")
+    ticks = fields_from_third.split()[19]
     return f"{boot} {ticks}"
 
 
@@ -159,7 +164,9 @@ def marked(run_id: str, node: int) -> set[Process]:
             # Several hosts may share one process table, for example as containers or in tests, so
             # also compare the host.
             environment = process.environ()
-            if (environment.get(RUN_ID), environment.get(NODE)) == (run_id, str(node)):
+            is_of_run = environment.get(RUN_ID) == run_id
+            is_of_host = environment.get(NODE) == str(node)
+            if is_of_run and is_of_host:
                 processes.add(process)
     return processes
 

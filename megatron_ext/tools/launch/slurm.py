@@ -42,10 +42,11 @@ def hosts() -> tuple[Host, ...]:
     """
     listed = os.environ.get("SLURM_JOB_NODELIST", "")
     names = run("scontrol", "show", "hostnames", listed).split()
-    shown = run("scontrol", "--oneliner", "show", "node", ",".join(names))
+    nodes = run("scontrol", "--oneliner", "show", "node", ",".join(names))
     # With --oneliner, each node is described on one line, so the pattern cannot match across nodes.
-    addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", shown))
-    tasks = _tasks(os.environ.get("SLURM_TASKS_PER_NODE", ""), len(names))
+    addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", nodes))
+    tasks_per_node = os.environ.get("SLURM_TASKS_PER_NODE", "")
+    tasks = _tasks(tasks_per_node, len(names))
     allocated = []
     for name, count in zip(names, tasks, strict=True):
         slots = count if count > 1 else None
@@ -67,8 +68,11 @@ def _tasks(text: str, num_hosts: int) -> list[int]:
         if match is None:
             is_valid = False
         else:
-            counts += [int(match[1])] * int(match[2] or 1)
-    if not is_valid or len(counts) not in (num_hosts, 0):
+            num_tasks = int(match[1])
+            num_repeats = int(match[2] or 1)
+            counts += [num_tasks] * num_repeats
+    fits_hosts = len(counts) in (num_hosts, 0)
+    if not is_valid or not fits_hosts:
         raise LaunchError(
             f"SLURM_TASKS_PER_NODE={text} does not match the {num_hosts} hosts in "
             "SLURM_JOB_NODELIST; unset it to start one task on each"
@@ -81,23 +85,33 @@ def state(job: str) -> str | None:
     try:
         # Slurm forgets a job a few minutes after it ends (MinJobAge) and then reports
         # its id as invalid.
-        return run("squeue", "--noheader", "--format=%T", "--jobs", job).strip() or None
+        output = run("squeue", "--noheader", "--format=%T", "--jobs", job)
+        return output.strip() or None
     except LaunchError as error:
         if "Invalid job id" in str(error):
             return None
         raise
 
 
-def submission(options: str, arguments: Sequence[str], workdir: str) -> list[str]:
+def submission(
+    options: str,
+    arguments: Sequence[str],
+    workdir: str,
+) -> list[str]:
     """Return the sbatch command that runs this launch inside an allocation.
 
     `options` are the user's sbatch options, and `arguments` are the arguments for `megatron-ext`.
     """
     words = split_words(options, "--slurm")
-    start = shlex.join([sys.executable, "-m", "megatron_ext", *arguments])
-    # Disable requeueing, because the launcher restarts the job itself and can tell which hosts are
-    # bad.
-    defaults = ["--job-name=megatron-ext", f"--chdir={workdir}", "--no-requeue"]
+    command = [sys.executable, "-m", "megatron_ext", *arguments]
+    start = shlex.join(command)
+    defaults = [
+        "--job-name=megatron-ext",
+        f"--chdir={workdir}",
+        # Disable requeueing, because the launcher restarts the job itself and can tell which hosts
+        # are bad.
+        "--no-requeue",
+    ]
     # The user's options come last, so that they take precedence.
     return ["sbatch", *defaults, *words, f"--wrap=exec {start}"]
 
@@ -113,21 +127,31 @@ def without_values(words: Sequence[str]) -> list[str]:
         if index > 0 and names[index - 1] == "--env":
             names[index] = word.partition("=")[0]
         elif word.startswith("--env="):
-            names[index] = "=".join(word.split("=")[:2])
+            flag_and_name = word.split("=")[:2]
+            names[index] = "=".join(flag_and_name)
     return names
 
 
-def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
+def run(
+    *command: str,
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """Run a Slurm command and return its output; `environment` adds variables.
 
     Raises:
         LaunchError: The command is missing, failed or timed out.
     """
+    variables = {**os.environ, **(environment or {})}
+    variables["LC_ALL"] = "C"  # we parse English output
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
-            env={**os.environ, **(environment or {}), "LC_ALL": "C"},  # we parse English output
-        )  # fmt: skip
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            env=variables,
+        )
     except FileNotFoundError:
         raise LaunchError(
             f"{command[0]} is not installed here; load Slurm's commands, or use --hostfile"
@@ -137,6 +161,7 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
             f"{command[0]} did not answer within {_TIMEOUT_S} s"
         ) from None
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        errors = done.stderr.strip().splitlines()
+        last = errors[-1] if errors else "no output"
         raise LaunchError(f"{command[0]} failed (exit code {done.returncode}): {last}")
     return done.stdout

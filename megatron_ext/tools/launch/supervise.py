@@ -52,16 +52,23 @@ def supervise(
     agents.display = display
     with _signals_to(agents.events):
         for index, connection in agents.connections.items():
-            first, end = plan.first_rank(index), plan.first_rank(index + 1)
-            shown_here = [rank - first for rank in show if first <= rank < end]
-            argv = plan.agent_argv(index, hellos[index], hellos[0]["port"], shown_here)
-            connection.send(op="start", argv=argv, first_rank=first)
+            first_rank = plan.first_rank(index)
+            end_rank = plan.first_rank(index + 1)
+            shown_here = []
+            for rank in show:
+                if first_rank <= rank < end_rank:
+                    shown_here.append(rank - first_rank)
+            # The ranks meet on the first host.
+            port = hellos[0]["port"]
+            argv = plan.agent_argv(index, hellos[index], port, shown_here)
+            connection.send(op="start", argv=argv, first_rank=first_rank)
         watch = Watch(agents, plan, hellos, display)
         watch.run()
         # A lost connection does not reveal whether the agent died or only ssh did. A
         # second connection does, and it stops whatever is left of the job on that host.
         lost_hosts = tuple(plan.hosts[index] for index in watch.lost)
-        with Agents(replace(plan, hosts=lost_hosts)) as lost_agents:
+        plan_on_lost_hosts = replace(plan, hosts=lost_hosts)
+        with Agents(plan_on_lost_hosts) as lost_agents:
             answers = lost_agents.ask("stop", _REPORT_S + plan.grace_s)
     stopped_by = watch.stopped_by
     # A signal may have arrived during this check.
@@ -69,9 +76,11 @@ def supervise(
         caught, message = agents.events.get()
         if message == "signal":
             stopped_by = caught
-    code, stopped_name = 0, None
+    code = 0
+    stopped_name = None
     if stopped_by is not None:
-        code, stopped_name = 128 + stopped_by, signal.Signals(stopped_by).name
+        code = 128 + stopped_by
+        stopped_name = signal.Signals(stopped_by).name
     # If the user stopped the job before anything failed, later failures are a consequence of that.
     if not watch.failures or display.is_stopping:
         return Outcome(code, stopped_by=stopped_name)
@@ -79,16 +88,25 @@ def supervise(
     for index, answer in zip(watch.lost, answers, strict=True):
         if index not in failures:  # the job continued without the host and was stopped
             continue
-        note = failures[index].note + _what_was_left(answer, hellos[index])
-        failures[index] = replace(failures[index], note=note)
-    failure = first_failure(list(failures.values()), display.iteration)
-    code = failure.code if failure.code >= 0 else 128 - failure.code
+        lost = failures[index]
+        note = lost.note + _what_was_left(answer, hellos[index])
+        failures[index] = replace(lost, note=note)
+    all_failures = list(failures.values())
+    failure = first_failure(all_failures, display.iteration)
+    code = failure.code
+    if code < 0:
+        # As in a shell: 128 + n after signal n.
+        code = 128 - code
     return Outcome(code, failure, stopped_name)
 
 
 @contextmanager
 def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
     """Put signals that stop the job into the agents' event queue."""
+
+    def put(caught: int, _frame: object) -> None:
+        events.put((caught, "signal"))
+
     stopping = [signal.SIGINT, signal.SIGTERM]
     # nohup ignores SIGHUP so that the job outlives the login session; do not handle it
     # then.
@@ -96,9 +114,7 @@ def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
         stopping.append(signal.SIGHUP)
     handlers = {}
     for number in stopping:
-        handlers[number] = signal.signal(
-            number, lambda caught, _: events.put((caught, "signal"))
-        )
+        handlers[number] = signal.signal(number, put)
     try:
         yield
     finally:
@@ -124,14 +140,16 @@ class Watch:
     """A running job: the hosts that still run it, the failures, and what stopped it."""
 
     def __init__(
-        self, agents: Agents, plan: JobPlan, hellos: Sequence[Json], display: Display
+        self,
+        agents: Agents,
+        plan: JobPlan,
+        hellos: Sequence[Json],
+        display: Display,
     ) -> None:
-        self._agents, self._plan, self._hellos, self._display = (
-            agents,
-            plan,
-            hellos,
-            display,
-        )
+        self._agents = agents
+        self._plan = plan
+        self._hellos = hellos
+        self._display = display
         # A copy, because the agents' context closes all connections, including those that have
         # ended.
         self._running = dict(agents.connections)
@@ -151,9 +169,11 @@ class Watch:
         """Wait until the job has finished on all hosts."""
         alive_at = time.monotonic() + _ALIVE_S
         while self._running:
+            until = alive_at
             # After a stop request, agents stop the job on their own, so `_stop_at` has
             # no effect.
-            until = alive_at if self._is_stopping else min(alive_at, self._stop_at)
+            if not self._is_stopping:
+                until = min(alive_at, self._stop_at)
             index, message = self._agents.next_event(until)
             now = time.monotonic()
             if now >= alive_at:
@@ -169,11 +189,12 @@ class Watch:
                     self._end_host(index, message)
             elif index in self._running:
                 self._lose_host(index)
-            for silent, connection in list(self._running.items()):
-                if now - connection.heard_at > self._plan.silence_s:
-                    self._lose_host(
-                        silent, f" was silent for {self._plan.silence_s:g} s"
-                    )
+            limit_s = self._plan.silence_s
+            # A copy, because `_lose_host` removes the host.
+            for host_index, connection in list(self._running.items()):
+                silent_s = now - connection.heard_at
+                if silent_s > limit_s:
+                    self._lose_host(host_index, f" was silent for {limit_s:g} s")
             if self.failures and not self._is_stopping:
                 # The first failure to arrive may be the effect of a failure on another host, so
                 # wait for the other reports before stopping.
@@ -197,9 +218,8 @@ class Watch:
             say(f"{name}: killing the job")
         else:
             say(f"{name}: stopping the job; repeat to kill it")
-        self._send_all(
-            op="stop", grace_s=0 if self._is_stopping else self._plan.grace_s
-        )
+        grace_s = 0 if self._is_stopping else self._plan.grace_s
+        self._send_all(op="stop", grace_s=grace_s)
         self._is_stopping = True
 
     def _end_host(self, index: int, message: Json) -> None:
@@ -209,20 +229,29 @@ class Watch:
         ending = None if noted is None else cause.from_json(noted)
         # A host that was stopped because of another failure did not fail, unless its cause shows
         # that it failed on its own but exited later.
-        is_effect = message["stopped"] and (self._is_stopping or self.failures)
-        is_cause = bool(self.failures) and ending is not None and ending.is_sure
+        has_failures = bool(self.failures)
+        is_job_ending = self._is_stopping or has_failures
+        is_effect = message["stopped"] and is_job_ending
+        is_sure = ending is not None and ending.is_sure
+        is_cause = has_failures and is_sure
         if message["code"] == 0 or (is_effect and not is_cause):
             return
         failure = self._failure_of(index, message, ending)
         # A host's ranks are killed along with their keeper.
-        if message["part"] == KEEPER and message["code"] < 0 and self._may_continue:
+        is_keeper_killed = message["part"] == KEEPER and message["code"] < 0
+        if is_keeper_killed and self._may_continue:
             self._outlive(index, failure)
             return
         self.failures[index] = failure
         # A host that was lost earlier may be the cause.
         self.failures |= self._survived
 
-    def _failure_of(self, index: int, message: Json, ending: Cause | None) -> Failure:
+    def _failure_of(
+        self,
+        index: int,
+        message: Json,
+        ending: Cause | None,
+    ) -> Failure:
         ahead_s = self._hellos[index]["ahead_s"]
         failure = Failure(
             host=self._plan.hosts[index].name,
@@ -237,8 +266,10 @@ class Watch:
             host = failure.host
             # A waiting rank may blame a rank on another host. The script may have changed RANK.
             with suppress(LaunchError):
-                host = self._plan.hosts[self._plan.host_of(ending.rank)].name
-            return replace(failure, host=host, at=ending.at - ahead_s, cause=ending)
+                host_index = self._plan.host_of(ending.rank)
+                host = self._plan.hosts[host_index].name
+            failed_at = ending.at - ahead_s
+            return replace(failure, host=host, at=failed_at, cause=ending)
         if message["stopped"]:
             return replace(failure, note=f" ({message['stopped']})")
         return failure
@@ -269,6 +300,7 @@ class Watch:
 
     def _outlive(self, index: int, failure: Failure) -> None:
         """Record that all ranks on a host are lost, but that the job may continue without them."""
+        first_rank = self._plan.first_rank(index)
         last_rank = self._plan.first_rank(index + 1) - 1
-        say(f"{failure}: ranks {self._plan.first_rank(index)} to {last_rank} are lost")
+        say(f"{failure}: ranks {first_rank} to {last_rank} are lost")
         self._survived[index] = failure

@@ -27,16 +27,25 @@ from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.tools.trace.clocks import use_one_clock
 from megatron_ext.tools.trace.reader import DAMAGED, TraceFile, open_run
-from megatron_ext.tools.trace.survey import Link, RankSurvey, Step, survey
+from megatron_ext.tools.trace.survey import (
+    ActionKey,
+    Link,
+    RankSurvey,
+    Step,
+    survey,
+)
 from megatron_ext.tracing.records import SCHEDULE_FILE
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
 
-SLOW_RANK, SLOW_LINK = 1.2, 2.0
+SLOW_RANK = 1.2
+SLOW_LINK = 2.0
 """A rank or a link is slow if its time is at least this multiple of the median."""
 _MAX_TABLE_BYTES = 64 << 20
 _MAX_STAGES = 10_000
+_NameAndSlice = tuple[str, int]
+"""An action's name and slice, on any stage."""
 _TIME = re.compile(r'"ts":([0-9.]+)')
 
 
@@ -62,7 +71,10 @@ class Run:
             schedule = table_files.from_json(read_text(path, _MAX_TABLE_BYTES))
             # Check the sizes first, because a damaged number could keep
             # `evaluate` from finishing.
-            if not 0 < schedule.pp <= _MAX_STAGES or schedule.num_stages > _MAX_STAGES:
+            has_possible_size = (
+                0 < schedule.pp <= _MAX_STAGES and schedule.num_stages <= _MAX_STAGES
+            )
+            if not has_possible_size:
                 raise ScheduleError(f"it has {schedule.num_stages} stages")
             # Raises if the table's order is impossible.
             evaluate(schedule, Costs())
@@ -89,15 +101,16 @@ class Run:
         cpus_of_ranks: dict[str, list[set[str]]] = defaultdict(list)
         for rank in self.surveys:
             header = rank.header
-            if header.settings.get("device") == "cpu" and header.settings.get("cpus"):
-                cpus_of_ranks[header.host].append(
-                    set(header.settings["cpus"].split(","))
-                )
+            is_on_cpus = header.settings.get("device") == "cpu"
+            cpu_list = header.settings.get("cpus")
+            if is_on_cpus and cpu_list:
+                cpus_of_ranks[header.host].append(set(cpu_list.split(",")))
         ranks_per_cpu: dict[str, float] = {}
         words: dict[str, str] = {}
         for host, cpus in cpus_of_ranks.items():
             # With fewer CPUs than ranks, some ranks have to wait for a CPU.
-            num_cpus = len(set[str]().union(*cpus))
+            cpus_of_host = set[str]().union(*cpus)
+            num_cpus = len(cpus_of_host)
             if len(cpus) > num_cpus:
                 ranks_per_cpu[host] = len(cpus) / num_cpus
                 words[host] = f"{len(cpus)} ranks shared {num_cpus} CPUs"
@@ -182,30 +195,34 @@ def _notes_on_iterations(
         step.microbatches for step in surveys[0].steps if not step.is_full
     )
     if steps_by_size:
-        sizes = ", ".join(
-            f"{count} of {size}" for size, count in sorted(steps_by_size.items())
-        )
+        counts_of_sizes = []
+        for size, count in sorted(steps_by_size.items()):
+            counts_of_sizes.append(f"{count} of {size}")
         notes.append(
             f"steps whose size differs from the table's {full_microbatches} micro-batches do not "
-            f"count: {sizes}"
+            f"count: {', '.join(counts_of_sizes)}"
         )
     failed: set[int] = set()
     for rank in surveys:
         failed |= {step.number for step in rank.steps if step.failed}
     if failed:
-        numbers = ", ".join(str(number) for number in sorted(failed)[:8])
+        first_failed = sorted(failed)[:8]
+        numbers = ", ".join(str(number) for number in first_failed)
         notes.append(f"steps that failed or were discarded do not count: {numbers}")
     return notes
 
 
 def _survey_files(
-    files: Sequence[TraceFile], full_microbatches: int, slices: Sequence[float]
+    files: Sequence[TraceFile],
+    full_microbatches: int,
+    slices: Sequence[float],
 ) -> Iterator[RankSurvey | str]:
     """Survey all files with one process per core and yield the results in order."""
     survey_file = partial(_survey_file, full_microbatches, slices)
     # Below 16 MiB, starting processes takes more time than it saves.
     num_bytes = sum(file.path.stat().st_size for file in files)
-    workers = min(len(files), len(os.sched_getaffinity(0)), 16)
+    num_cores = len(os.sched_getaffinity(0))
+    workers = min(len(files), num_cores, 16)
     if workers < 2 or num_bytes < 16 << 20:
         yield from map(survey_file, files)
         return
@@ -251,11 +268,12 @@ def slow(run: Run) -> list[Slow]:
 
 
 def _slow_ranks(run: Run) -> list[Slow]:
-    # (name, stage, slice) of an action -> rank -> the median on that rank.
-    medians: dict[tuple[str, int, int], dict[int, float]] = defaultdict(dict)
+    # Action -> rank -> the median on that rank.
+    medians: dict[ActionKey, dict[int, float]] = defaultdict(dict)
     for survey_of_rank in run.surveys:
+        rank = survey_of_rank.header.rank
         for action, sample in survey_of_rank.actions.items():
-            medians[action][survey_of_rank.header.rank] = statistics.median(sample)
+            medians[action][rank] = statistics.median(sample)
     means = _means_over_stages(medians)
 
     factors: dict[int, list[float]] = defaultdict(list)
@@ -264,7 +282,9 @@ def _slow_ranks(run: Run) -> list[Slow]:
         # stage has only two ranks, either one may be slow, so compare with the
         # ranks on all stages and require that the rank is also slower than the
         # other rank on its stage.
-        times = peers if len(peers) > 2 else means[name, slice_index]
+        times = peers
+        if len(peers) <= 2:
+            times = means[name, slice_index]
         median = statistics.median_low(times.values())
         fastest = min(peers.values())
         if not median or not fastest:
@@ -284,16 +304,16 @@ def _slow_ranks(run: Run) -> list[Slow]:
 
 
 def _means_over_stages(
-    medians: Mapping[tuple[str, int, int], Mapping[int, float]],
-) -> dict[tuple[str, int], dict[int, float]]:
+    medians: Mapping[ActionKey, Mapping[int, float]],
+) -> dict[_NameAndSlice, dict[int, float]]:
     """Return (name, slice) of an action -> rank -> the mean over the rank's stages."""
-    times: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(
+    times: dict[_NameAndSlice, dict[int, list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for (name, _, slice_index), by_rank in medians.items():
         for rank, time in by_rank.items():
             times[name, slice_index][rank].append(time)
-    means: dict[tuple[str, int], dict[int, float]] = {}
+    means: dict[_NameAndSlice, dict[int, float]] = {}
     for action, times_by_rank in times.items():
         means[action] = {}
         for rank, times_of_stages in times_by_rank.items():
@@ -311,9 +331,8 @@ def _slow_links(run: Run) -> list[Slow]:
     for link in run.links:
         is_judged = not sharing_ranks & {link.source, link.target}
         if link.delay_ns is not None and is_judged:
-            delays_ns[f"link from rank {link.source} to rank {link.target}"] = (
-                link.delay_ns
-            )
+            name = f"link from rank {link.source} to rank {link.target}"
+            delays_ns[name] = link.delay_ns
     if not delays_ns:
         return []
     # With two links, the low median is the fast link, so the slow
@@ -339,6 +358,7 @@ def write_chrome_trace(run: Run, output: Path) -> int:
     with replacing(output) as scratch, scratch.open("w", encoding="utf-8") as out:
         for rank in run.surveys:
             file = rank.file
+            shift_us = file.shift_ns / 1e3
             for number, text in file.lines():
                 if number >= file.num_lines:
                     # The file has grown since the survey, so its
@@ -346,9 +366,7 @@ def write_chrome_trace(run: Run, output: Path) -> int:
                     break
                 if number not in file.damaged:
                     separator = ",\n" if num_bytes else "[\n"
-                    num_bytes += out.write(
-                        separator + _shifted(text, file.shift_ns / 1e3)
-                    )
+                    num_bytes += out.write(separator + _shifted(text, shift_us))
         return num_bytes + out.write("\n]\n")
 
 

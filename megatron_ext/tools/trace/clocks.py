@@ -19,6 +19,10 @@ _RankPair = tuple[int, int]
 """Global ranks of the sender and the receiver."""
 _ClockPair = tuple[str, str]
 """Clocks of the sender and the receiver."""
+_SentMessage = tuple[int, int]
+"""Global rank of the sender, and the message's number."""
+_Pipeline = tuple[int, int]
+"""Replica, and the step's number."""
 
 
 class Transit(NamedTuple):
@@ -67,7 +71,7 @@ def use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
 
 def _transits(surveys: Sequence[RankSurvey]) -> dict[_RankPair, list[Transit]]:
     """Return (sender, receiver) -> their messages, with durations measured across both clocks."""
-    send_begins_ns: dict[tuple[int, int], int] = {}
+    send_begins_ns: dict[_SentMessage, int] = {}
     for survey in surveys:
         for number, begin_ns in survey.sends.items():
             # The key includes the sending rank, so a message counts only if both
@@ -78,8 +82,9 @@ def _transits(surveys: Sequence[RankSurvey]) -> dict[_RankPair, list[Transit]]:
         for number, receive in survey.receives.items():
             send_ns = send_begins_ns.get((receive.source, number))
             if send_ns is not None:
-                transit = Transit(receive.end_ns - send_ns, receive.was_late)
-                transits[receive.source, survey.header.rank].append(transit)
+                took_ns = receive.end_ns - send_ns
+                ranks = receive.source, survey.header.rank
+                transits[ranks].append(Transit(took_ns, receive.was_late))
     return transits
 
 
@@ -89,8 +94,8 @@ def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
     Combine only ranks of the same replica, because replicas do not wait for each other within their
     pipelines.
     """
-    begins_ns: dict[tuple[int, int], list[float]] = defaultdict(list)
-    ends_ns: dict[tuple[int, int], list[float]] = defaultdict(list)
+    begins_ns: dict[_Pipeline, list[float]] = defaultdict(list)
+    ends_ns: dict[_Pipeline, list[float]] = defaultdict(list)
     for survey in surveys:
         for step in survey.steps:
             if step.actions and not step.failed:
@@ -106,9 +111,9 @@ def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
                 # The bubble includes the idle time before a rank's first action and after its last
                 # one. Without it, a simulated 1F1B step had a bubble of
                 # 19.5 % instead of 30.6 %.
-                survey.steps[index] = step.within(
-                    min(begins_ns[pipeline]), max(ends_ns[pipeline])
-                )
+                begin_ns = min(begins_ns[pipeline])
+                end_ns = max(ends_ns[pipeline])
+                survey.steps[index] = step.within(begin_ns, end_ns)
 
 
 def _measure_delays(
@@ -122,11 +127,8 @@ def _measure_delays(
             messages = transits.get((source, target), ())
             late_ns = [message.took_ns for message in messages if message.was_late]
             if late_ns:
-                delay_ns = (
-                    statistics.median_low(late_ns)
-                    + shifts_ns[target]
-                    - shifts_ns[source]
-                )
+                median_ns = statistics.median_low(late_ns)
+                delay_ns = median_ns + shifts_ns[target] - shifts_ns[source]
                 # Due to clock errors, a fast message may appear to
                 # arrive before it was sent.
                 link.delay_ns = max(0, delay_ns)
@@ -165,16 +167,16 @@ def align(
     """
     bounds_ns = _bounds_between_clocks(headers, fastest_ns)
     first = headers[min(headers)]
+    first_clock_zero_ns = first.wall_ns - first.clock_ns
     shifts: dict[str, ClockShift] = {}
-    for _, header in sorted(headers.items()):
+    for rank in sorted(headers):
+        header = headers[rank]
         if header.clock in shifts:
             continue
         # Compare every clock with its host's time of day.
-        by_time_of_day_ns = (header.wall_ns - header.clock_ns) - (
-            first.wall_ns - first.clock_ns
-        )
+        clock_zero_ns = header.wall_ns - header.clock_ns
         error_ns = 0 if header is first else None
-        shifts[header.clock] = ClockShift(by_time_of_day_ns, error_ns)
+        shifts[header.clock] = ClockShift(clock_zero_ns - first_clock_zero_ns, error_ns)
         _relate(header.clock, bounds_ns, shifts)
     return shifts
 
@@ -190,12 +192,15 @@ def _bounds_between_clocks(
     bounds_ns: dict[_ClockPair, int] = {}
     for (source, target), took_ns in fastest_ns.items():
         clocks = headers[source].clock, headers[target].clock
-        bounds_ns[clocks] = min(bounds_ns.get(clocks, took_ns), took_ns)
+        tightest_ns = bounds_ns.get(clocks, took_ns)
+        bounds_ns[clocks] = min(tightest_ns, took_ns)
     return bounds_ns
 
 
 def _relate(
-    root: str, bounds_ns: Mapping[_ClockPair, int], shifts: dict[str, ClockShift]
+    root: str,
+    bounds_ns: Mapping[_ClockPair, int],
+    shifts: dict[str, ClockShift],
 ) -> None:
     """Add the shifts of all clocks that messages connect to a clock with a known shift."""
     # Errors add up along a chain of clocks, and a breadth-first search
@@ -204,14 +209,17 @@ def _relate(
     # The loop also visits the clocks that it appends.
     for reference in queue:
         for (ahead, clock), upper_ns in sorted(bounds_ns.items()):
+            if ahead != reference or clock in shifts:
+                continue
             backward_ns = bounds_ns.get((clock, ahead))
-            if ahead != reference or clock in shifts or backward_ns is None:
+            if backward_ns is None:
                 continue
             # The clock is ahead of the reference by at most `upper_ns` and at least `-backward_ns`.
             # If the maximum is below the minimum, one of the clocks has drifted.
             error_ns = shifts[reference].error_ns
             if error_ns is not None:
                 error_ns += abs(upper_ns + backward_ns) // 2
-            shift_ns = shifts[reference].shift_ns - (upper_ns - backward_ns) // 2
+            midpoint_ns = (upper_ns - backward_ns) // 2
+            shift_ns = shifts[reference].shift_ns - midpoint_ns
             shifts[clock] = ClockShift(shift_ns, error_ns)
             queue.append(clock)

@@ -27,13 +27,15 @@ _WHOLE_ATTRIBUTES = (
     "bytes",
     "layer",
 )
+_TEXT_ATTRIBUTES = ("cause", "for", "of")
 _ATTRIBUTE_TYPES: dict[str, type] = {
     **dict.fromkeys(_WHOLE_ATTRIBUTES, int),
-    **dict.fromkeys(("cause", "for", "of"), str),
+    **dict.fromkeys(_TEXT_ATTRIBUTES, str),
 }
 _NONE: frozenset[str] = frozenset()
+_ACTION_ATTRIBUTES = frozenset(("stage", "microbatch"))
 _NEEDED_ATTRIBUTES: dict[str, frozenset[str]] = {
-    **dict.fromkeys(ACTION_NAMES.values(), frozenset(("stage", "microbatch"))),
+    **dict.fromkeys(ACTION_NAMES.values(), _ACTION_ATTRIBUTES),
     "exchange": frozenset(("of", "stage", "microbatch")),
     "send": frozenset(("to", "bytes")),
     "receive": frozenset(("from", "for", "bytes")),
@@ -56,16 +58,22 @@ def check_header(header: Header) -> None:
         TypeError: A field has the wrong type.
         ValueError: A rank or a setting is impossible.
     """
-    for text in (header.host, header.clock, header.run):
+    texts = (header.host, header.clock, header.run)
+    for text in texts:
         if not isinstance(text, str):
             raise TypeError(f"{text!r} is not text")
-    for number in (header.rank, header.num_ranks, header.clock_ns, header.wall_ns):
+    numbers = (
+        header.rank,
+        header.num_ranks,
+        header.clock_ns,
+        header.wall_ns,
+    )
+    for number in numbers:
         _check_whole(number)
     if len(header.sizes) != 3 or header.rank >= header.num_ranks:
         raise ValueError(f"no job has rank {header.rank}")
-    for place, size in zip(
-        (header.data, header.pipeline, header.tensor), header.sizes, strict=True
-    ):
+    places = (header.data, header.pipeline, header.tensor)
+    for place, size in zip(places, header.sizes, strict=True):
         _check_whole(place)
         _check_whole(size)
         if place >= size:
@@ -124,13 +132,15 @@ def check_figures(figures: Mapping[str, Any]) -> None:
     _check_whole(figures["iteration"])
     for name in _WHOLE_FIGURES:
         _check_whole(figures.get(name, 0))
-    for peer, wire in figures.get("wires", {}).items():
+    wires = figures.get("wires", {})
+    for peer, wire in wires.items():
         if not peer.isdecimal() or not isinstance(wire, str):
             raise ValueError(f"the wire to rank {peer} is {wire!r}")
     for sizes in figures.get("slice_sizes", ()):
         if not all(0 <= size <= 1 for size in sizes):
             raise ValueError(f"the sizes of slices are {sizes!r}")
-    for microbatch, (tokens, pairs) in figures.get("lengths", {}).items():
+    lengths = figures.get("lengths", {})
+    for microbatch, (tokens, pairs) in lengths.items():
         _check_whole(int(microbatch))
         _check_whole(tokens)
         _check_whole(pairs)

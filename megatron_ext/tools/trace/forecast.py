@@ -46,9 +46,10 @@ _QUIET = 0.01
 """Jitter up to this value is ignored."""
 _EQUAL = 0.005
 """Steps that differ by at most this fraction count as equally fast."""
-_MAX_ROWS, _WITH_FLAGS = 20, 3
-"""Number of predictions that `plan` prints, and how many of them, besides the recommended ones, it
-prints with their flags."""
+_MAX_ROWS = 20
+"""Number of predictions that `plan` prints."""
+_WITH_FLAGS = 3
+"""How many of them, besides the recommended ones, `plan` prints with their flags."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,20 @@ class Forecast:
     @property
     def of_traced_schedule(self) -> Prediction | None:
         """The prediction for the traced schedule itself."""
-        return next((p for p in self.predictions if p.schedule == self.measured), None)
+        for prediction in self.predictions:
+            if prediction.schedule == self.measured:
+                return prediction
+        return None
 
     @property
     def candidates(self) -> list[Prediction]:
         """The predictions that can be recommended."""
         # An order without a memory bound may keep all micro-batches at once, so never recommend it.
-        return [p for p in self.predictions if p.bounds_memory and p.is_known_to_fit]
+        return [
+            prediction
+            for prediction in self.predictions
+            if prediction.bounds_memory and prediction.is_known_to_fit
+        ]
 
     @property
     def best_of_schedules(self) -> list[Prediction]:
@@ -119,16 +127,23 @@ class Forecast:
         """
         choices: list[Prediction] = []
         candidates = self.candidates
-        while candidates and (not choices or choices[-1].weight_copies > 1):
+        while candidates:
             # Among candidates as fast as the first, choose by memory.
             bound_s = (1 + _EQUAL) * candidates[0].step_s
             fast = [
                 candidate for candidate in candidates if candidate.step_s <= bound_s
             ]
             smallest = min(
-                fast, key=lambda p: (p.memory_bytes or 0, p.weight_copies, p.step_s)
+                fast,
+                key=lambda candidate: (
+                    candidate.memory_bytes or 0,
+                    candidate.weight_copies,
+                    candidate.step_s,
+                ),
             )
             choices.append(smallest)
+            if smallest.weight_copies <= 1:
+                break
             with_fewer_copies = []
             for candidate in candidates:
                 if candidate.weight_copies < smallest.weight_copies:
@@ -142,15 +157,20 @@ class Forecast:
         of_traced = self.of_traced_schedule
         # Compare with the prediction for the traced schedule, because anything that
         # slowed down the traced run would slow down other schedules, too.
-        traced_s = self.measured_s if of_traced is None else of_traced.step_s
+        traced_s = self.measured_s
+        if of_traced is not None:
+            traced_s = of_traced.step_s
         choices = []
         for best in self.recommended:
-            if of_traced is not None and traced_s <= (1 + _EQUAL) * best.step_s:
+            is_no_faster = traced_s <= (1 + _EQUAL) * best.step_s
+            if of_traced is not None and is_no_faster:
                 choices.append(
                     f"{self.measured} as traced, because no other is predicted to be faster"
                 )
                 continue
-            gain = f"{1e3 * best.step_s:.1f} ms per step, {traced_s / best.step_s:.2f} x as fast"
+            step_ms = 1e3 * best.step_s
+            speedup = traced_s / best.step_s
+            gain = f"{step_ms:.1f} ms per step, {speedup:.2f} x as fast"
             if best.memory_bytes is not None:
                 gain += f", {best.memory_bytes / 2**30:.2f} GiB on a rank"
             choices.append(f"{best.choice} ({gain})")
@@ -196,7 +216,8 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
         except ScheduleError as error:
             reasons[str(error)] = None
             continue
-        if memory_gib is None or (prediction.memory_bytes or 0) <= memory_gib * 2**30:
+        needed_bytes = prediction.memory_bytes or 0
+        if memory_gib is None or needed_bytes <= memory_gib * 2**30:
             predictions.append(prediction)
         else:
             reasons[f"{prediction.schedule} needs {_gib(prediction)} GiB"] = None
@@ -216,7 +237,9 @@ def predict(run: Run, memory_gib: float | None = None) -> Forecast:
         key=lambda prediction: (prediction.step_s, prediction.memory_bytes or 0)
     )
     policy = run.settings.get("dpp_policy")
-    measured = schedule.label if policy is None else f"{schedule.label} with {policy}"
+    measured = schedule.label
+    if policy is not None:
+        measured += f" with {policy}"
     shared_cpus = next(iter(run.shared_cpus.values()), None)
     # Four ranks on two CPUs took 1,025 ms per step, while the forecast was 546 ms.
     if shared_cpus is not None:
@@ -259,14 +282,15 @@ class _TracedRun:
         # take the mean of several.
         if self.costs.jitter <= _QUIET:
             self.costs = replace(self.costs, jitter=0.0)
-        self.step_s, pipeline_s, optimizer_s = _median_times(run)
+        times = _median_times(run)
+        self.step_s = times.step_s
         # The two medians may come from different steps, so their
         # difference may be negative.
-        self.outside_s = max(0.0, self.step_s - pipeline_s)
+        self.outside_s = max(0.0, times.step_s - times.pipeline_s)
         """The part of a step outside the pipeline."""
         # Measured on the emulated device: 0.12 s per step with two copies (bitpipe), 0.06 s with
         # one (zb-h1).
-        self.optimizer_s = optimizer_s
+        self.optimizer_s = times.optimizer_s
         """The part of `outside_s` that grows with the number of weight copies."""
         if run.settings.get("use_distributed_optimizer"):
             self.optimizer_s = 0.0  # the copies share the optimizer
@@ -274,9 +298,10 @@ class _TracedRun:
         """Memory other than activations, with one copy of the weights (None if not known), and the
         activations of one micro-batch on 1/pp of the model."""
         self.num_layers = run.settings.get("num_layers")
-        margin = run.settings.get("dpp_extra_activations")
-        self.extra_activations = None if margin == DynamicOrder().margin else margin
+        self.extra_activations = run.settings.get("dpp_extra_activations")
         """None for the default, which needs no flag."""
+        if self.extra_activations == DynamicOrder().margin:
+            self.extra_activations = None
         self.stash_ratio = run.surveys[0].stash_ratio
         # Ranks with devices choose the next action while the previous one is still
         # running, which results in a different order. Simulated in that order, a
@@ -350,11 +375,8 @@ class _TracedRun:
         self._check_sizes(pipeline, num_stages)
         attention = pipeline.costs.attention
         # Assume that all stages have the same number of layers.
-        costs = replace(
-            self.costs,
-            stages=cut_anew(self.costs.stages, [1] * num_stages),
-            attention=attention,
-        )
+        stages = cut_anew(self.costs.stages, [1] * num_stages)
+        costs = replace(self.costs, stages=stages, attention=attention)
         num_draws = _SEEDS if costs.jitter else 1
         draws = [replace(costs, seed=seed) for seed in range(num_draws)]
         pipelines = [pipeline]
@@ -416,22 +438,25 @@ class _TracedRun:
         outside_s = self.outside_s + (copies - 1) * self.optimizer_s
         memory_bytes = None
         if self.fixed_bytes is not None:
-            peaks = [
-                max(activation_peaks(step.schedule, self.stash_ratio)) for step in steps
-            ]
-            memory_bytes = round(
-                self.fixed_bytes * copies + max(peaks) * self.activation_bytes
-            )
+            peaks = []
+            for step in steps:
+                peaks_of_ranks = activation_peaks(step.schedule, self.stash_ratio)
+                peaks.append(max(peaks_of_ranks))
+            activation_bytes = max(peaks) * self.activation_bytes
+            memory_bytes = round(self.fixed_bytes * copies + activation_bytes)
         hidden_share = None
         if self.costs.all_to_all:
             hidden_share = statistics.fmean(step.hidden for step in steps)
         has_known_stages = static.num_stages <= self.schedule.num_stages
+        flags = training_flags(static, pipeline.costs)
+        # Drop the first flag, which sets the number of ranks.
+        _, _, flags_of_choice = training_flags(static).partition(" --")
+        pipeline_s = statistics.fmean(step.makespan for step in steps)
         return Prediction(
             label,
-            training_flags(static, pipeline.costs) + order_flags,
-            # Drop the first flag, which sets the number of ranks.
-            choice="--" + training_flags(static).partition(" --")[2] + order_flags,
-            step_s=statistics.fmean(step.makespan for step in steps) + outside_s,
+            flags + order_flags,
+            choice="--" + flags_of_choice + order_flags,
+            step_s=pipeline_s + outside_s,
             bubble_ratio=statistics.fmean(step.bubble_ratio for step in steps),
             memory_bytes=memory_bytes,
             bounds_memory=dynamic is None or dynamic.policy == DynamicOrder.policy,
@@ -532,9 +557,8 @@ def table(forecast: Forecast) -> str:
         )
     lines.append(f"\nrecommended: {forecast.advice}")
     # Recommended predictions come first. Each prediction appears only once.
-    with_flags = list(
-        dict.fromkeys([*forecast.recommended, *forecast.candidates[:_WITH_FLAGS]])
-    )
+    fastest = forecast.candidates[:_WITH_FLAGS]
+    with_flags = dict.fromkeys([*forecast.recommended, *fastest])
     width = max((len(prediction.schedule) for prediction in with_flags), default=0)
     lines.append("\nflags (--json shows all):")
     for prediction in with_flags:

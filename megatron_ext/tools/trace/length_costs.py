@@ -21,6 +21,7 @@ from megatron_ext.tools.trace.measured_costs import refuse_slices_by_length
 
 if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
+    from megatron_ext.tools.trace.survey import MicrobatchSize
 
 _OUTLIER = 5.0
 """The second fit ignores durations with an error above this multiple of the median error."""
@@ -52,7 +53,9 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
             f"{run.directory}: under {schedule.name}, stages run micro-batches that another rank "
             "read; trace another schedule to measure the cost per sample length"
         )
-    slices = (1.0,) if schedule is None else schedule.slices
+    slices: Sequence[float] = (1.0,)
+    if schedule is not None:
+        slices = schedule.slices
     points_of_stages = list(_points(run, slices).values())
     if not points_of_stages:
         raise DataError(
@@ -61,7 +64,8 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
         )
     # A micro-batch passes through all stages, so add up the stages' costs.
     errors: list[float] = []
-    linear_s = quadratic_s = 0.0
+    linear_s = 0.0
+    quadratic_s = 0.0
     for points in points_of_stages:
         cost = fit(points)
         if cost is None:
@@ -81,29 +85,31 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
 def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
     """Return stage -> the micro-batches with known lengths."""
     # Only ranks that read data record lengths, which apply to all stages of the replica:
-    # (replica, step, micro-batch) -> (tokens, token pairs)
-    lengths: dict[tuple[int, int, int], tuple[int, int]] = {}
+    # (replica, step, micro-batch) -> size
+    sizes: dict[tuple[int, int, int], MicrobatchSize] = {}
     for rank in run.surveys:
         for (step, microbatch), size in rank.lengths.items():
-            lengths[rank.header.data, step, microbatch] = size
+            sizes[rank.header.data, step, microbatch] = size
     points: dict[int, list[Point]] = defaultdict(list)
     for rank in run.surveys:
         if rank.header.tensor:
             continue  # tensor-parallel ranks repeat the first one's work
-        for (
-            stage,
-            step,
-            microbatch,
-            slice_index,
-        ), took_ns in rank.microbatch_ns.items():
-            tokens, pairs = lengths.get((rank.header.data, step, microbatch), (0, 0))
-            if tokens:
-                # A slice's tokens also attend to the tokens of all earlier slices.
-                begin = sum(slices[:slice_index])
-                end = sum(slices[: slice_index + 1])
-                attended = end * end - begin * begin
-                point = Point(tokens * (end - begin), pairs * attended, took_ns / 1e9)
-                points[stage].append(point)
+        for place, took_ns in rank.microbatch_ns.items():
+            stage, step, microbatch, slice_index = place
+            microbatch_key = rank.header.data, step, microbatch
+            microbatch_size = sizes.get(microbatch_key)
+            if microbatch_size is None or not microbatch_size.tokens:
+                continue
+            # A slice's tokens also attend to the tokens of all earlier slices.
+            begin = sum(slices[:slice_index])
+            end = sum(slices[: slice_index + 1])
+            attended = end * end - begin * begin
+            point = Point(
+                tokens=microbatch_size.tokens * (end - begin),
+                pairs=microbatch_size.pairs * attended,
+                took_s=took_ns / 1e9,
+            )
+            points[stage].append(point)
     return points
 
 
@@ -116,16 +122,23 @@ class _Rate(NamedTuple):
 
 def fit(points: Sequence[Point]) -> LengthCost | None:
     """Return the best fit to the durations, in seconds, or None if they do not determine one."""
-    rates = [_Rate(pairs / tokens, took_s / tokens) for tokens, pairs, took_s in points]
+    rates = []
+    for point in points:
+        pairs_per_token = point.pairs / point.tokens
+        s_per_token = point.took_s / point.tokens
+        rates.append(_Rate(pairs_per_token, s_per_token))
     cost = None
     # Fit twice. The second fit omits outliers, such as steps
     # disturbed by other programs.
     for _ in range(2):
         pairs = [rate.pairs_per_token for rate in rates]
         seconds = [rate.s_per_token for rate in rates]
-        longest = max(pairs, default=0.0)
-        # Breaking here in the second pass keeps the first fit.
-        if not any(seconds) or longest - min(pairs) <= _ONE_LENGTH * longest:
+        # Breaking in the second pass keeps the first fit.
+        if not any(seconds):
+            break
+        longest = max(pairs)
+        has_one_length = longest - min(pairs) <= _ONE_LENGTH * longest
+        if has_one_length:
             break
         cost = _line(pairs, seconds)
         errors = []
@@ -133,9 +146,11 @@ def fit(points: Sequence[Point]) -> LengthCost | None:
             fitted_s = cost.linear + cost.quadratic * rate.pairs_per_token
             errors.append(abs(fitted_s - rate.s_per_token))
         bound = _OUTLIER * statistics.median(errors)
-        rates = [
-            rate for rate, error in zip(rates, errors, strict=True) if error <= bound
-        ]
+        rates_within_bound = []
+        for rate, error in zip(rates, errors, strict=True):
+            if error <= bound:
+                rates_within_bound.append(rate)
+        rates = rates_within_bound
     return cost
 
 
@@ -144,8 +159,9 @@ def _line(pairs: Sequence[float], seconds: Sequence[float]) -> LengthCost:
     quadratic, linear = statistics.linear_regression(pairs, seconds)
     # A cost cannot be negative: set it to 0 and fit only the other one.
     if linear < 0:
-        product = sum(x * y for x, y in zip(pairs, seconds, strict=True))
-        return LengthCost(0.0, product / sum(x * x for x in pairs))
+        sum_of_products = sum(x * y for x, y in zip(pairs, seconds, strict=True))
+        sum_of_squares = sum(x * x for x in pairs)
+        return LengthCost(0.0, sum_of_products / sum_of_squares)
     if quadratic < 0:
         return LengthCost(statistics.fmean(seconds), 0.0)
     return LengthCost(linear, quadratic)

@@ -13,6 +13,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.schedules.comparison import evaluate
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.slices import attention_of
+from megatron_ext.tools.trace.survey import ActionKey
 
 if TYPE_CHECKING:
     from megatron_ext.planning.measured import StageTimes
@@ -34,15 +35,15 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
             actions.
     """
     refuse_slices_by_length(run)
-    if run.surveys and run.surveys[0].header.settings.get("waiting_weights"):
+    if run.surveys and run.settings.get("waiting_weights"):
         raise DataError(
             f"{run.directory}: with --pipeline-waiting-weights, W ran during other actions, so the "
             "trace cannot tell their times apart; trace a run without this flag"
         )
-    # (name, stage, slice) of an action -> each rank's median, in nanoseconds. Slices
-    # are kept separate, because attention makes their durations differ, which would
-    # count as jitter: 12 % of a step for zb-h1 with four slices.
-    medians_ns: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    # Action -> each rank's median, in nanoseconds. Slices are kept separate, because
+    # attention makes their durations differ, which would count as jitter: 12 % of a
+    # step for zb-h1 with four slices.
+    medians_ns: dict[ActionKey, list[float]] = defaultdict(list)
     # Stage -> each rank's median.
     exchanges_ns: dict[int, list[float]] = defaultdict(list)
     sigmas: list[float] = []
@@ -64,13 +65,17 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
                 "trace all pipeline ranks for more than one iteration"
             )
         stages.append(times)
-    forward_s, input_s, weight_s = (sum(times) for times in zip(*stages, strict=True))
+    forwards_s, inputs_s, weights_s = zip(*stages, strict=True)
+    forward_s = sum(forwards_s)
+    input_s = sum(inputs_s)
+    weight_s = sum(weights_s)
     # Only messages that the receiver waited for show the latency. Other messages
     # arrive before they are needed.
     delays_ns = [link.delay_ns for link in run.links if link.delay_ns is not None]
     exchanged_ns = sum(
         statistics.median(sample_ns) for sample_ns in exchanges_ns.values()
     )
+    exchanged_share = exchanged_ns / 1e9 / forward_s
     return Costs(
         # The sums cover all stages, while `Costs` describes 1/pp of the model.
         forward_s / schedule.pp,
@@ -81,7 +86,7 @@ def measured_costs(run: Run, schedule: Schedule) -> Costs:
         jitter=statistics.median(sigmas or [0.0]),
         # `Costs` requires a share below 1, but a ratio of medians from
         # different samples may exceed 1.
-        all_to_all=min(0.999, exchanged_ns / 1e9 / forward_s),
+        all_to_all=min(0.999, exchanged_share),
     )
 
 
@@ -110,7 +115,7 @@ def _jitter(sample_ns: Sequence[int]) -> float | None:
 
 
 def _times_of_stage(
-    medians_ns: Mapping[tuple[str, int, int], Sequence[float]],
+    medians_ns: Mapping[ActionKey, Sequence[float]],
     stage: int,
     num_slices: int,
 ) -> StageTimes | None:
@@ -120,13 +125,12 @@ def _times_of_stage(
     """
 
     def seconds(name: str) -> float:
-        time_ns = 0.0
+        time_s = 0.0
         for slice_index in range(num_slices):
-            time_ns += (
-                statistics.median(medians_ns.get((name, stage, slice_index), [0.0]))
-                / 1e9
-            )
-        return time_ns
+            action = ActionKey(name, stage, slice_index)
+            medians_of_ranks_ns = medians_ns.get(action, [0.0])
+            time_s += statistics.median(medians_of_ranks_ns) / 1e9
+        return time_s
 
     forward_s = seconds("forward")
     input_s = seconds("input_gradient")
@@ -135,7 +139,8 @@ def _times_of_stage(
         # The backward pass was not split, so the trace only has the total.
         # Both halves compute matrix products of the same size, so assume that
         # they take the same time.
-        input_s = weight_s = seconds("backward") / 2
+        input_s = seconds("backward") / 2
+        weight_s = input_s
     if not (forward_s and weight_s):
         return None
     return forward_s, input_s, weight_s
@@ -144,5 +149,6 @@ def _times_of_stage(
 def planned(run: Run, schedule: Schedule) -> Timeline:
     """Return a run's table simulated with the measured costs, in seconds."""
     attention = attention_of(schedule.slices)
-    costs = replace(measured_costs(run, schedule), jitter=0.0, attention=attention)
-    return evaluate(schedule, costs)
+    costs = measured_costs(run, schedule)
+    without_jitter = replace(costs, jitter=0.0, attention=attention)
+    return evaluate(schedule, without_jitter)

@@ -110,10 +110,12 @@ class TraceFile:
         """
         for number, text in self.lines():
             self.num_lines = max(self.num_lines, number + 1)
-            # Line 0 is the header. Search the text first, to avoid decoding the lines
-            # of other iterations. Ranks write JSON without spaces, and the number is
-            # always followed by other figures.
-            if not number or (only is not None and f'"iteration":{only},' not in text):
+            if number == 0:  # the header
+                continue
+            # Search the text first, to avoid decoding the lines of other iterations.
+            # Ranks write JSON without spaces, and the number is always followed by
+            # other figures.
+            if only is not None and f'"iteration":{only},' not in text:
                 continue
             try:
                 yield self._iteration(text)
@@ -146,7 +148,11 @@ class TraceFile:
         # out of order in the file.
         spans.sort(key=lambda span: span.begin_ns)
         return Iteration(
-            figures["iteration"], begin_ns + self.shift_ns, duration_ns, spans, figures
+            figures["iteration"],
+            begin_ns + self.shift_ns,
+            duration_ns,
+            spans,
+            figures,
         )
 
 
@@ -181,9 +187,10 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
     files.sort(key=lambda file: file.header.wall_ns)
     newest = files[-1].header
     # Files are sorted by time, so this keeps each rank's newest file.
-    by_rank = {
-        file.header.rank: file for file in files if _is_of_run(file.header, newest)
-    }
+    by_rank: dict[int, TraceFile] = {}
+    for file in files:
+        if _is_of_run(file.header, newest):
+            by_rank[file.header.rank] = file
     num_left_out = len(files) - len(by_rank)
     if num_left_out:
         notes.append(
@@ -192,7 +199,8 @@ def open_run(directory: Path) -> tuple[list[TraceFile], list[str]]:
     num_missing = newest.num_ranks - len(by_rank)
     if num_missing > 0:
         notes.append(f"{num_missing} of {newest.num_ranks} ranks have no trace")
-    return [by_rank[rank] for rank in sorted(by_rank)], notes
+    files_by_rank = [by_rank[rank] for rank in sorted(by_rank)]
+    return files_by_rank, notes
 
 
 def _readable_files(directory: Path) -> tuple[list[TraceFile], list[str]]:
@@ -224,9 +232,11 @@ def _readable_files(directory: Path) -> tuple[list[TraceFile], list[str]]:
 
 def _is_of_run(header: Header, newest: Header) -> bool:
     """Return whether a file belongs to the same run as the newest file."""
+    if header.sizes != newest.sizes:
+        return False
     # Runs started without torchrun have no run id.
-    has_names = header.run and newest.run
-    return header.sizes == newest.sizes and (header.run == newest.run or not has_names)
+    have_ids = header.run and newest.run
+    return header.run == newest.run or not have_ids
 
 
 def _open(path: Path) -> TraceFile:

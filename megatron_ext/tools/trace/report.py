@@ -65,11 +65,9 @@ def page(run: Run) -> str:
     # example, would not include zb-v.
     predictions = forecast.best_of_schedules
     # Always show the traced schedule for comparison.
-    if (
-        forecast.of_traced_schedule is not None
-        and forecast.of_traced_schedule not in predictions
-    ):
-        predictions.append(forecast.of_traced_schedule)
+    of_traced = forecast.of_traced_schedule
+    if of_traced is not None and of_traced not in predictions:
+        predictions.append(of_traced)
     total = figures(run.surveys)
     slow_items = slow(run)[:_MAX_ROWS]
     shown_ranks = run.surveys[:_MAX_ROWS]
@@ -84,8 +82,12 @@ def page(run: Run) -> str:
             "bubble_ratio": plan.bubble_ratio,
         }
     ranks = []
+    idle_shares = []
     for rank in shown_ranks:
-        ranks.append({"label": rank.header.label, **figures([rank])._asdict()})
+        rank_figures = figures([rank])._asdict()
+        ranks.append({"label": rank.header.label, **rank_figures})
+        idle_shares.append(_idle_shares(rank.steps, steps_per_column))
+    slow_rows = [[item.name, f"{item.factor:.2f}"] for item in slow_items]
     verdict = _verdict(total, forecast, slow_items)
     expert_sentences = " ".join(imbalance.sentences(run))
     if expert_sentences:
@@ -104,11 +106,11 @@ def page(run: Run) -> str:
         "inks": _inks(),
         "timelines": _timelines(run, plan),
         "ranks": ranks,
-        "heat": [_idle_shares(rank.steps, steps_per_column) for rank in shown_ranks],
+        "heat": idle_shares,
         "steps": [step.number for step in longest],
         "links": [asdict(link) for link in run.links[:_MAX_ROWS]],
         "experts": imbalance.table(run)[:_MAX_ROWS],
-        "slow": [[item.name, f"{item.factor:.2f}"] for item in slow_items],
+        "slow": slow_rows,
         "settings": _settings(run),
     }
     return _filled_template(content)
@@ -118,7 +120,9 @@ def _plan(run: Run, notes: list[str]) -> Timeline | None:
     """Return the table simulated with the measured times, or None if no table can be read."""
     try:
         schedule = run.schedule
-        return None if schedule is None else planned(run, schedule)
+        if schedule is None:
+            return None
+        return planned(run, schedule)
     except DataError as error:
         notes.append(f"no planned step: {error}")
         return None
@@ -146,10 +150,14 @@ def _filled_template(content: Mapping[str, Any]) -> str:
     text = json.dumps(content, separators=(",", ":"))
     # Traces may contain arbitrary text. Escape everything that could close the script
     # element or start a comment, so that no text is parsed as markup.
-    text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    text = text.replace("&", "\\u0026")
+    text = text.replace("<", "\\u003c")
+    text = text.replace(">", "\\u003e")
+    template_path = Path(__file__).with_name("page.html")
+    template = template_path.read_text(encoding="utf-8")
     for theme in ("light", "dark"):
-        template = template.replace(f"@{theme.upper()}@", variables(theme))
+        placeholder = f"@{theme.upper()}@"
+        template = template.replace(placeholder, variables(theme))
     return template.replace("@DATA@", text)
 
 
@@ -168,7 +176,9 @@ def _title(run: Run, plan: Timeline | None) -> str:
 
 def _inks() -> dict[str, str]:
     """Return the text colour for each kind of bar."""
-    inks = {kind: ink(even_colour) for kind, (even_colour, _) in KINDS.items()}
+    inks = {}
+    for kind, (even_colour, _) in KINDS.items():
+        inks[kind] = ink(even_colour)
     for name, colour in SPANS.items():
         inks[name] = ink(colour)
     return inks
@@ -180,6 +190,7 @@ def _verdict(
     """Return (heading, sentence) pairs: where the time goes, what to change, and so on."""
     # With these causes, a rank is waiting for another rank.
     causes_of_others = "input", "leader", "credit", "end of the pipeline"
+    idle_ns = sum(total.idle_ns.values())
     waits_ns = 0.0
     for cause, time_ns in total.idle_ns.items():
         if cause.startswith(causes_of_others):
@@ -187,7 +198,7 @@ def _verdict(
     times_ns = {
         "in actions": total.busy_ns,
         "waiting for other ranks": waits_ns,
-        "in other gaps": sum(total.idle_ns.values()) - waits_ns,
+        "in other gaps": idle_ns - waits_ns,
         "in gradient reduction and the optimizer": total.after_ns,
     }
     step_ns = sum(times_ns.values()) or 1
@@ -231,14 +242,16 @@ def _settings(run: Run) -> list[list[str]]:
     )
     for rank in run.surveys:
         header = rank.header
-        for name, value in {**header.settings, "host": header.host}.items():
+        settings = {**header.settings, "host": header.host}
+        for name, value in settings.items():
             ranks_by_value[name][str(value)].append(header.rank)
     rows = []
     for name, values in ranks_by_value.items():
         for value, ranks in values.items():
             label = name
             if len(values) > 1:
-                label += f" (rank {', '.join(str(rank) for rank in ranks[:8])})"
+                first_ranks = ", ".join(str(rank) for rank in ranks[:8])
+                label += f" (rank {first_ranks})"
             rows.append([label, value])
     return rows[:_MAX_ROWS]
 
@@ -274,9 +287,10 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
                 # Megatron's rerun state machine may repeat a
                 # step. Keep the last attempt.
                 iterations[rank.header.label] = iteration
+                replica_tokens = tokens[rank.header.data]
                 lengths = iteration.figures.get("lengths", {})
                 for microbatch, (num_tokens, _) in lengths.items():
-                    tokens[rank.header.data][int(microbatch)] = num_tokens
+                    replica_tokens[int(microbatch)] = num_tokens
         begins_ns: list[int] = []
         ends_ns: list[int] = []
         num_spans = 0
@@ -293,9 +307,8 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
             finest_ns = (end_ns - begin_ns) * len(iterations) // _MAX_SPANS
         rows = []
         for label, iteration in iterations.items():
-            cut = _Cut(
-                iteration.figures.get("slice_sizes", ()), tokens[replica_of[label]]
-            )
+            slice_sizes = iteration.figures.get("slice_sizes", ())
+            cut = _Cut(slice_sizes, tokens[replica_of[label]])
             shift_ns = iteration.begin_ns - begin_ns
             rows.append(_bars(iteration.spans, shift_ns, finest_ns, cut))
         length_s = (end_ns - begin_ns) / 1e9
@@ -312,23 +325,27 @@ def _chosen_steps(run: Run) -> dict[str, int]:
     for number, steps in run.steps.items():
         if len(steps) == num_ranks:
             durations_ns[number] = max(step.duration_ns for step in steps)
-    ranked = sorted(durations_ns, key=durations_ns.__getitem__)
+    fastest_first = sorted(durations_ns, key=durations_ns.__getitem__)
     # Choose an actual step, because a mean over steps has no timeline.
-    chosen = {"median step": ranked[(len(ranked) - 1) // 2]}
-    if len(ranked) > 1:
-        chosen["slowest step"] = ranked[-1]
+    middle = (len(fastest_first) - 1) // 2
+    chosen = {"median step": fastest_first[middle]}
+    if len(fastest_first) > 1:
+        chosen["slowest step"] = fastest_first[-1]
     return chosen
 
 
 def _timeline(
-    title: str, labels: Iterable[str], rows: Sequence[list[Any]], length_s: float
+    title: str,
+    labels: Iterable[str],
+    rows: Sequence[list[Any]],
+    length_s: float,
 ) -> dict[str, Any]:
-    named_rows = [
-        {"label": label, "spans": bars}
-        for label, bars in zip(labels, rows, strict=True)
-    ]
+    named_rows = []
+    for label, bars in zip(labels, rows, strict=True):
+        named_rows.append({"label": label, "spans": bars})
     # The page divides by the length, so it must not be 0.
-    return {"title": title, "rows": named_rows, "length": max(1e-3, 1e6 * length_s)}
+    length_us = max(1e-3, 1e6 * length_s)
+    return {"title": title, "rows": named_rows, "length": length_us}
 
 
 class _Cut(NamedTuple):
@@ -347,46 +364,57 @@ class _Cut(NamedTuple):
         facts = []
         num_slices = len(self.slice_sizes[microbatch])
         if num_slices > 1:
-            facts.append(f"slice {attributes.get('slice', 0) + 1} of {num_slices}")
+            slice_index = attributes.get("slice", 0)
+            facts.append(f"slice {slice_index + 1} of {num_slices}")
         if microbatch in self.tokens:
             facts.append(f"micro-batch of {self.tokens[microbatch]} tokens")
-        return [", ".join(facts)] if facts else []
+        if not facts:
+            return []
+        return [", ".join(facts)]
 
 
 def _bars(
-    spans: Sequence[Span], shift_ns: int, finest_ns: int, cut: _Cut
+    spans: Sequence[Span],
+    shift_ns: int,
+    finest_ns: int,
+    cut: _Cut,
 ) -> list[list[Any]]:
     """Return a rank's bars, each as [kind, begin in us, length in us, title, slice].
 
     Consecutive spans shorter than `finest_ns` are merged into one bar.
     """
     bars: list[list[Any]] = []
+    finest_us = finest_ns / 1e3
     for span in spans:
         kind = _KINDS.get(span.name)
         if kind is None:
             continue
         begin_us = (span.begin_ns + shift_ns) / 1e3
         length_us = (span.end_ns - span.begin_ns) / 1e3
-        if bars and max(length_us, bars[-1][2]) < finest_ns / 1e3:
-            # Merged spans may have different titles, so the bar has no title.
-            bars[-1][2:] = begin_us + length_us - bars[-1][1], ""
-            continue
-        words = cut.words(span.attributes)
-        bars.append([kind, begin_us, length_us, *_bar_titles(span), *words])
+        if bars:
+            previous_bar = bars[-1]
+            if max(length_us, previous_bar[2]) < finest_us:
+                # Merged spans may have different titles, so the bar has no title.
+                end_us = begin_us + length_us
+                previous_bar[2:] = end_us - previous_bar[1], ""
+                continue
+        slice_words = cut.words(span.attributes)
+        titles = _bar_titles(span)
+        bars.append([kind, begin_us, length_us, *titles, *slice_words])
     return bars
 
 
 def _bar_titles(span: Span) -> list[str]:
     """Return the text on a bar: the other rank, the reason for waiting, or the micro-batch."""
     attributes = span.attributes
-    peers = [
-        f"{word} rank {attributes[key]}"
-        for key, word in _PEERS.items()
-        if key in attributes
-    ]
+    peers = []
+    for key, word in _PEERS.items():
+        if key in attributes:
+            peers.append(f"{word} rank {attributes[key]}")
     if peers:
         return peers
-    title = str(attributes.get("cause", attributes.get("microbatch", span.name)))
+    default_title = attributes.get("microbatch", span.name)
+    title = str(attributes.get("cause", default_title))
     if slice_index := attributes.get("slice"):
         title += f".{slice_index}"
     return [title]

@@ -78,12 +78,15 @@ class Step(NamedTuple):
     def bubble_ratio(self) -> float:
         """Share of the pipeline time during which no action runs."""
         idle_ns = sum(self.idle_ns.values())
-        return idle_ns / (self.busy_ns + idle_ns) if idle_ns else 0.0
+        if not idle_ns:
+            return 0.0
+        return idle_ns / (self.busy_ns + idle_ns)
 
     def within(self, begin_ns: float, end_ns: float) -> Step:
         """Return this step, for a pipeline that starts and ends at these times."""
         # A rank that finishes early waits for the others until the pipeline ends.
-        wait_ns = min(self.after_ns, max(0, end_ns - self.begin_ns - self.pipeline_ns))
+        until_end_ns = end_ns - self.begin_ns - self.pipeline_ns
+        wait_ns = min(self.after_ns, max(0, until_end_ns))
         idle_ns = dict(self.idle_ns)
         if wait_ns:
             idle_ns["end of the pipeline"] = wait_ns
@@ -125,6 +128,22 @@ class Link:
     because it needs both ranks' surveys."""
 
 
+class ActionKey(NamedTuple):
+    """Identifies actions that take equally long: they differ only in their micro-batches."""
+
+    name: str
+    stage: int
+    slice: int
+
+
+class MicrobatchSize(NamedTuple):
+    """The amount of data in a micro-batch."""
+
+    tokens: int
+    pairs: int
+    """Number of token pairs within samples."""
+
+
 class ExchangeKey(NamedTuple):
     """Identifies a token exchange on all ranks of an expert group."""
 
@@ -151,11 +170,13 @@ class RankSurvey:
     """Global rank of each peer -> the wire for messages to and from it."""
     num_sampled: int = 0
     """Number of iterations, spread evenly over the run, that the fields below cover."""
-    actions: dict[tuple[str, int, int], list[int]] = field(
+    actions: dict[ActionKey, list[int]] = field(
         default_factory=lambda: defaultdict(list)
     )
     """(name, stage, slice) -> nanoseconds from the start of each action until the rank waits or
     starts the next action, which includes runtime overhead."""
+    # The keys are plain tuples, because surveys are pickled between processes: named
+    # tuples take about 6 times as long to pickle and a quarter more space.
     microbatch_ns: dict[tuple[int, int, int, int], int] = field(
         default_factory=lambda: defaultdict(int)
     )
@@ -164,7 +185,7 @@ class RankSurvey:
     """Stage -> nanoseconds that each forward pass spent exchanging tokens between experts."""
     exchange_ns: dict[ExchangeKey, int] = field(default_factory=dict)
     """Duration of each token exchange in nanoseconds, including the wait for the slowest rank."""
-    lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    lengths: dict[tuple[int, int], MicrobatchSize] = field(default_factory=dict)
     """(iteration, micro-batch) -> the number of tokens and of token pairs within samples."""
     links: dict[int, Link] = field(default_factory=dict)
     """Global rank of the sender -> the link from that rank."""
@@ -215,9 +236,8 @@ class _Sample:
         # Use the iteration's number, not its line: if one rank is missing a line, all
         # its later lines would be different iterations than on other ranks, and no
         # message would have both of its ends in the sample.
-        self._iterations[not is_measure, iteration.number * _GOLDEN_RATIO % 1] = (
-            iteration
-        )
+        fraction = iteration.number * _GOLDEN_RATIO % 1
+        self._iterations[not is_measure, fraction] = iteration
         # The key's first part sorts unrepresentative iterations to the end.
         while len(self._iterations) > 1 and self._is_too_large():
             del self._iterations[max(self._iterations)]
@@ -245,7 +265,9 @@ class _Sample:
 
 
 def survey(
-    file: TraceFile, full_microbatches: int = 0, slices: Sequence[float] = (1.0,)
+    file: TraceFile,
+    full_microbatches: int = 0,
+    slices: Sequence[float] = (1.0,),
 ) -> RankSurvey:
     """Read a rank's trace once and return its survey.
 
@@ -262,15 +284,15 @@ def survey(
     for iteration in file.iterations():
         result.num_iterations += 1
         result.num_spans += len(iteration.spans)
-        for peer, wire in iteration.figures.get("wires", {}).items():
+        wires = iteration.figures.get("wires", {})
+        for peer, wire in wires.items():
             result.wires[int(peer)] = wire
         step = _step_of(iteration, result.stash_ratio, full_microbatches, slices)
         if len(result.steps) < _MAX_STEPS:
             result.steps.append(step)
         is_first = result.num_iterations == 1
-        sample.add(
-            iteration, is_measure=step.is_full and not step.failed and not is_first
-        )
+        is_measure = step.is_full and not step.failed and not is_first
+        sample.add(iteration, is_measure=is_measure)
 
     # If no iteration is representative, use the others: any message will do
     # for aligning the clocks.
@@ -279,13 +301,12 @@ def survey(
     if not sample.measures:
         # Costs measured from these iterations would be wrong.
         result.actions.clear()
+    transport = result.header.settings.get("transport", "")
     for source, link in result.links.items():
         link.steps = result.num_sampled
         # With Megatron's own transport, the wires are not known, so
         # name the transport instead.
-        link.wire = result.wires.get(
-            source, result.header.settings.get("transport", "")
-        )
+        link.wire = result.wires.get(source, transport)
     return result
 
 
@@ -297,28 +318,30 @@ def _step_of(
 ) -> Step:
     """Return an iteration's times and figures."""
     actions = [span for span in iteration.spans if span.name in _KINDS]
-    busy_ns = covered_ns = 0
+    busy_ns = 0
+    covered_ns = 0
     row: list[Action] = []
     figures = iteration.figures
     slice_sizes = figures.get("slice_sizes", ())
+    # Without the table, slice sizes are not known, so ignore slices.
+    has_known_slices = bool(full_microbatches or slice_sizes)
     for span in actions:
         # The two actions of a pair overlap, so only count time not
         # covered by an earlier action.
-        busy_ns += max(0, span.end_ns - max(span.begin_ns, covered_ns))
+        uncovered_from_ns = max(span.begin_ns, covered_ns)
+        busy_ns += max(0, span.end_ns - uncovered_from_ns)
         covered_ns = max(covered_ns, span.end_ns)
         attributes = span.attributes
-        # Without the table, slice sizes are not known, so ignore slices.
-        slice_index = (
-            attributes.get("slice", 0) if full_microbatches or slice_sizes else 0
+        slice_index = 0
+        if has_known_slices:
+            slice_index = attributes.get("slice", 0)
+        action = Action(
+            attributes["stage"],
+            _KINDS[span.name],
+            attributes["microbatch"],
+            slice_index,
         )
-        row.append(
-            Action(
-                attributes["stage"],
-                _KINDS[span.name],
-                attributes["microbatch"],
-                slice_index,
-            )
-        )
+        row.append(action)
     first_ns = 0
     if actions:
         first_ns = actions[0].begin_ns
@@ -373,9 +396,10 @@ class _IterationCounter:
     def __init__(self, result: RankSurvey, iteration: Iteration) -> None:
         self._result = result
         self._iteration = iteration
-        self._open_action: tuple[str, int, int] | None = None
-        """Name, stage and slice of the last action, until the next activity."""
-        self._begin_ns = self._end_ns = 0
+        self._open_action: ActionKey | None = None
+        """The last action, until the next activity."""
+        self._begin_ns = 0
+        self._end_ns = 0
         """Start and end of the last action or of its pair."""
         self._awaited: set[tuple[object, ...]] = set()
         """Keys of the messages that the rank has waited for."""
@@ -383,17 +407,16 @@ class _IterationCounter:
     def count(self) -> None:
         """Add all actions and messages to the survey."""
         number = self._iteration.number
-        for microbatch, (tokens, pairs) in self._iteration.figures.get(
-            "lengths", {}
-        ).items():
-            self._result.lengths[number, int(microbatch)] = tokens, pairs
+        lengths = self._iteration.figures.get("lengths", {})
+        for microbatch, (tokens, pairs) in lengths.items():
+            size = MicrobatchSize(tokens, pairs)
+            self._result.lengths[number, int(microbatch)] = size
         for span in self._iteration.spans:
             if span.name in _KINDS:
                 self._add_action(span)
             elif span.name == "send":
-                self._result.sends[span.message] = (
-                    self._iteration.begin_ns + span.begin_ns
-                )
+                begin_ns = self._iteration.begin_ns + span.begin_ns
+                self._result.sends[span.message] = begin_ns
             elif span.name == "receive":
                 self._close_action(span.begin_ns)
                 self._add_receive(span)
@@ -418,7 +441,7 @@ class _IterationCounter:
             self._end_ns = max(self._end_ns, span.end_ns)
             return
         self._close_action(span.begin_ns)
-        self._open_action = span.name, stage, slice_index
+        self._open_action = ActionKey(span.name, stage, slice_index)
         self._begin_ns = span.begin_ns
         self._end_ns = span.end_ns
 
@@ -435,12 +458,10 @@ class _IterationCounter:
         link.messages += 1
         link.bytes += span.attributes["bytes"]
         is_awaited = self._message(source, span) in self._awaited
-        self._result.receives[span.message] = Receive(
-            source,
-            self._iteration.begin_ns + span.end_ns,
-            # F and B messages carry activations and gradients.
-            was_late=is_awaited and span.attributes["for"] in ("F", "B"),
-        )
+        end_ns = self._iteration.begin_ns + span.end_ns
+        # F and B messages carry activations and gradients.
+        was_late = is_awaited and span.attributes["for"] in ("F", "B")
+        self._result.receives[span.message] = Receive(source, end_ns, was_late)
 
     def _add_wait(self, span: Span) -> None:
         source = span.attributes.get("on")
@@ -504,12 +525,13 @@ def figures(surveys: Iterable[RankSurvey]) -> Step:
         # A step without this cause counts as 0, so divide by the total number of steps.
         for cause, time_ns in step.idle_ns.items():
             idle_ns[cause] += time_ns / len(steps)
+    longest_first = sorted(idle_ns.items(), key=lambda item: -item[1])
     return Step(
         duration_ns=statistics.median(step.duration_ns for step in steps),
         pipeline_ns=statistics.median(step.pipeline_ns for step in steps),
         # The parts are means, because medians would not add up to a step.
         busy_ns=statistics.fmean(step.busy_ns for step in steps),
-        idle_ns=dict(sorted(idle_ns.items(), key=lambda item: -item[1])),
+        idle_ns=dict(longest_first),
         after_ns=statistics.fmean(step.after_ns for step in steps),
         memory_bytes=max(step.memory_bytes for step in steps),
         peak_live=max(step.peak_live for step in steps),
@@ -533,8 +555,9 @@ def text(surveys: Sequence[RankSurvey]) -> str:
     # One line per rank, with its three longest causes of waiting.
     for survey in surveys[:_MAX_LINES]:
         rank = figures([survey])
+        longest_waits = list(rank.idle_ns.items())[:3]
         causes = []
-        for cause, time_ns in list(rank.idle_ns.items())[:3]:
+        for cause, time_ns in longest_waits:
             causes.append(f"{cause} {time_ns / 1e6:.1f} ms")
         lines.append(
             f"  {survey.header.label}: busy {rank.busy_ns / 1e6:.1f} ms; "
