@@ -35,13 +35,15 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     add_arguments(parser)
     parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
     # Flags in the environment variable become defaults, so the command line overrides them.
-    parser.set_defaults(**vars(parse_words(requested_flags(), FLAGS)))
+    requested = parse_words(requested_flags(), FLAGS)
+    parser.set_defaults(**vars(requested))
     device = devices.current()
     for action in parser._actions:
         convert = action.type
-        if callable(convert) and getattr(convert, "__module__", "").startswith(
-            "megatron."
-        ):
+        if not callable(convert):
+            continue
+        module = getattr(convert, "__module__", "")
+        if module.startswith("megatron."):
             action.type = _Converter(convert, has_choices=action.choices is not None)
     action_of = {action.dest: action for action in parser._actions}
     # Upstream's choices cover only the backends for CUDA devices and hosts; add this
@@ -53,7 +55,8 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
             backend.choices = [*choices, device.distributed_backend]
     for dest, (value, _reason) in device.argument_defaults.items():
         # Newer releases name some arguments after their configuration fields.
-        for name in {dest, MEGATRON_FIELDS.get(dest, dest)} & action_of.keys():
+        config_field = MEGATRON_FIELDS.get(dest, dest)
+        for name in {dest, config_field} & action_of.keys():
             parser.set_defaults(**{name: value})
     for action in parser._actions:
         _repair_help(action, parser.prog)
@@ -90,7 +93,10 @@ class _Converter:
 
 @PATCHES.row("arguments.flags", f"{_MODULE}:add_megatron_arguments")
 def _add_flags(
-    call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> ArgumentParser:
     """Megatron does not define megatron_ext's flags or the current device's defaults."""
     return prepare_parser(call(*args, **kwargs))
@@ -105,7 +111,12 @@ def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
 
 
 @PATCHES.row("arguments.validate", f"{_MODULE}:validate_args")
-def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespace:
+def _validate(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Namespace:
     """Megatron does not check whether flags conflict with each other, a schedule or the device."""
     from megatron_ext.config import active, entrances
     from megatron_ext.patches.listing import text_table
@@ -113,11 +124,12 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
 
     settings = args[0] if args else kwargs["args"]
     in_force = active.active()
-    if (
+    was_configured_by_code = (
         in_force is not None
         and in_force.requested is not None
         and in_force.host is None
-    ):
+    )
+    if was_configured_by_code:
         raise ArgumentsError(
             "megatron_ext.configure was called, but programs with Megatron's command line select "
             "their schedule with flags; use the flags, or call deconfigure first"
@@ -137,25 +149,30 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
             f"Megatron-LM refused the arguments: {message_of(error)}"
         ) from error
     entrances.check(validated)
-    if (
-        getattr(validated, "ext_list_patches", False)
-        and getattr(validated, "rank", 0) == 0
-    ):
+    lists_patches = getattr(validated, "ext_list_patches", False)
+    is_first_rank = getattr(validated, "rank", 0) == 0
+    if lists_patches and is_first_rank:
         for line in text_table(REGISTRY.rows()).splitlines():
             _LOG.warning("%s", line)
     return validated
 
 
 @PATCHES.row("arguments.yaml", "megatron.training.yaml_arguments:validate_yaml")
-def _validate_yaml(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespace:
+def _validate_yaml(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Namespace:
     """With --yaml-cfg, Megatron ignores all flags, including the one that selects the schedule."""
     from megatron_ext.config.flags import DESTINATIONS, requested_flags
 
-    settings = vars(args[0] if args else kwargs["args"])
-    words = {word.partition("=")[0] for word in (*sys.argv, *requested_flags())}
+    settings = args[0] if args else kwargs["args"]
+    all_words = (*sys.argv, *requested_flags())
+    flags = {word.partition("=")[0] for word in all_words}
     for dest in sorted(DESTINATIONS):
         flag = f"--{dest.replace('_', '-')}"
-        if dest in settings or flag in words:
+        if dest in vars(settings) or flag in flags:
             raise ArgumentsError(
                 f"{flag} has no effect with --yaml-cfg, which replaces all flags; remove "
                 "--yaml-cfg and pass Megatron's arguments as flags"

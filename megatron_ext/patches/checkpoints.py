@@ -32,7 +32,10 @@ def _torch_adam() -> bool:
     until=(0, 20),
 )
 def _keep_padding_of_buckets(
-    call: Call, instance: Any, args: Args, kwargs: Kwargs
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron gathers optimizer state without the padding between buckets but reads it at offsets
     that include the padding, so parameters after a padded bucket (tied embeddings have a separate
@@ -59,7 +62,12 @@ def _keep_padding_of_buckets(
     f"{_MODULE}:DistributedOptimizer.state_dict",
     when=_torch_adam,
 )
-def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _initialize_state(
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron asserts that all parameters have the same step, but torch's Adam has no steps yet
     when the loader requests the state before the first step.
     """
@@ -81,7 +89,12 @@ def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
     f"{_MODULE}:DistributedOptimizer.load_state_dict",
     when=_torch_adam,
 )
-def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _load_with_own_steps(
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron copies into leaves that require gradients (RuntimeError) and puts the same step
     tensor in every state, so every parameter increments it (wrong bias correction).
     """
@@ -105,7 +118,12 @@ def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
     f"{_MODULE}:DistributedOptimizer._set_main_param_and_optimizer_states",
     when=_torch_adam,
 )
-def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _keep_step(
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron raises KeyError because it looks up every parameter's step, which reshardable
     checkpoints and --ckpt-format torch do not store.
     """
@@ -116,7 +134,8 @@ def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     if "step" in tensors:
         return call(**arguments)
     group_index, index = instance.model_param_group_index_map[arguments["model_param"]]
-    main_param = instance.optimizer.param_groups[group_index]["params"][index]
+    group = instance.optimizer.param_groups[group_index]
+    main_param = group["params"][index]
     step = instance.optimizer.state[main_param].get("step")
     if step is not None:
         arguments["tensors"] = {**tensors, "step": step}
@@ -138,7 +157,12 @@ def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     since=(0, 17),
     required=False,
 )
-def _start_without_main(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _start_without_main(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """The process behind the queue imports the training script, which takes seconds and fails if
     the script needs `python -m megatron_ext` to find Megatron.
     """
@@ -176,7 +200,12 @@ def _enums_are_written_as_getattr() -> bool:
     since=(0, 17),
     required=False,
 )
-def _with_enums_by_value(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _with_enums_by_value(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Python 3.11.0 to 3.11.3 pickle enums in a form that torch's loader rejects, so no run can
     resume from such a checkpoint.
     """

@@ -34,8 +34,9 @@ def arm() -> Device:
         for target, make_replacement, reason in device.redirects():
             # Use `set`: torch's factories are on the hot path, where a proxy would cost
             # more than the redirect itself.
+            dotted_target = target.replace(":", ".")
             redirect = Patch(
-                id=f"{device.name}.{target.replace(':', '.')}",
+                id=f"{device.name}.{dotted_target}",
                 target=target,
                 reason=reason,
                 fn=make_replacement,
@@ -45,8 +46,9 @@ def arm() -> Device:
             redirects.append(redirect)
         REGISTRY.register(redirects)
     if not isinstance(warnings.showwarning, _LacksOnce):
-        warnings.showwarning = shows = _LacksOnce(device.known_lacks)
-        REGISTRY.undo.callback(shows.end)
+        lacks_once = _LacksOnce(device.known_lacks)
+        warnings.showwarning = lacks_once
+        REGISTRY.undo.callback(lacks_once.end)
     return device
 
 
@@ -62,7 +64,9 @@ class _LacksOnce:
     # A warning filter would not work: whenever any code changes the filters, Python
     # forgets which warnings it has shown.
     def __init__(self, beginnings: tuple[str, ...]) -> None:
-        self._pattern = re.compile("|".join(beginnings) or "(?!)")
+        # Without beginnings, the pattern matches no text.
+        pattern = "|".join(beginnings) or "(?!)"
+        self._pattern = re.compile(pattern)
         self._show_warning = warnings.showwarning
         self._is_first_rank = os.environ.get("RANK", "0") == "0"
         self._shown_texts: set[str] = set()

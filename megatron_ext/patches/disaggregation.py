@@ -26,7 +26,12 @@ _on_backward_rank = partial(active.has_role, "backward")
 @PATCHES.row(
     "disaggregation.processes", "megatron.training.initialize:_initialize_distributed"
 )
-def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _join(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron treats all processes as one job, but forward and backward ranks form two jobs."""
     # Initialise torch.distributed before upstream does; upstream then uses it as is.
     from megatron_ext import devices
@@ -42,7 +47,12 @@ def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     "disaggregation.schedule",
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
 )
-def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _roles(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron runs a stage's forward and backward passes on the same rank."""
     from megatron_ext.disaggregation.step import forward_backward
 
@@ -56,7 +66,12 @@ def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     when=_on_forward_rank,
     since=(0, 19),
 )
-def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _without_gradients(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron allocates gradients for every weight, but forward ranks compute none."""
     # Freeze the model in its provider, because Megatron's wrapper allocates a gradient
     # for every weight that requires one.
@@ -74,7 +89,12 @@ def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
 @PATCHES.row(
     "disaggregation.throughput", f"{_TRAINING}:training_log", when=_on_backward_rank
 )
-def _log_all_ranks(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _log_all_ranks(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron divides the throughput by one role's process count, but both roles' devices do the
     work.
     """
@@ -90,7 +110,12 @@ def _log_all_ranks(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
 
 
 @PATCHES.row("disaggregation.progress", f"{_TRAINING}:setup_model_and_optimizer")
-def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _share_progress(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron takes the counters from the checkpoint that each rank reads, but forward ranks need
     the backward ranks' counters.
     """
@@ -111,7 +136,12 @@ def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     kind="replace",
     when=_on_forward_rank,
 )
-def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _forward_step(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron updates weights and averages losses, but forward ranks have neither gradients nor
     losses.
     """
@@ -138,7 +168,12 @@ def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 
 
 @PATCHES.row("disaggregation.evaluate", f"{_TRAINING}:evaluate", when=_on_forward_rank)
-def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _send_losses(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron computes evaluation losses on forward ranks, but backward ranks log them."""
     from megatron_ext.disaggregation.step import evaluation, send_evaluation
 
@@ -157,7 +192,12 @@ def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     kind="replace",
     when=_on_backward_rank,
 )
-def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _receive_losses(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron evaluates on every rank, but only forward ranks can evaluate."""
     from megatron_ext.disaggregation.step import receive_evaluation
 
@@ -174,34 +214,63 @@ def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     return receive_evaluation(arguments["model"]), None, False
 
 
+def _ends_by_itself() -> bool:
+    job = active.job()
+    return job is not None and job.ends_by_itself
+
+
 @PATCHES.row(
     "disaggregation.exit",
     f"{_TRAINING}:checkpoint_and_decide_exit",
-    when=lambda: (job := active.job()) is not None and job.ends_by_itself,
+    when=_ends_by_itself,
 )
-def _end_together(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
+def _end_together(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> bool:
     """Megatron checks the time limit and exit signals within one role, but both roles must stop
     together.
     """
     from megatron_ext.disaggregation.step import share_exit
 
     is_over = active.has_role("backward") and call(*args, **kwargs)
-    return share_exit(by_name(call, args, kwargs)["model"], is_over=is_over)
+    arguments = by_name(call, args, kwargs)
+    return share_exit(arguments["model"], is_over=is_over)
 
 
 def _roles_here() -> Any:
     """Return the state for this process's role, or None."""
     configuration = active.active()
-    return None if configuration is None else configuration.roles
+    if configuration is None:
+        return None
+    return configuration.roles
+
+
+def _replay_here() -> Any:
+    roles = _roles_here()
+    if roles is None:
+        return None
+    return roles.replay
+
+
+def _sorts_experts() -> bool:
+    roles = _roles_here()
+    return roles is not None and bool(roles.sorts_experts)
 
 
 @PATCHES.row(
     "disaggregation.layers",
     "megatron.core.tensor_parallel.random:checkpoint",
-    of=lambda: None if (roles := _roles_here()) is None else roles.replay,
+    of=_replay_here,
 )
 def _replay_layer(
-    replay: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    replay: Any,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron runs a layer even if --fbd-activations ship has already delivered its output."""
     function, distribute, hidden_states, *further_inputs = args
@@ -212,10 +281,15 @@ def _replay_layer(
 @PATCHES.row(
     "disaggregation.router",
     "megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function",
-    when=lambda: (roles := _roles_here()) is not None and roles.sorts_experts,
+    when=_sorts_experts,
     since=(0, 18),
 )
-def _sort_experts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _sort_experts(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron sorts a token's experts only if gradients are enabled, so score sums on forward
     ranks would differ in the low-order bits.
     """
@@ -226,7 +300,12 @@ def _sort_experts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 
 
 @PATCHES.row("disaggregation.end", "megatron.training.one_logger_utils:finish")
-def _leave(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _leave(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron shuts down each job separately, but both roles must shut down together."""
     # Megatron calls the target last before it exits, including with --exit-interval.
     from megatron_ext.disaggregation.worlds import leave
@@ -240,7 +319,12 @@ _silence = partial(PATCHES.row, kind="replace", when=_on_forward_rank)
 
 
 @_silence("disaggregation.timers", "megatron.core.timers:Timers.log")
-def _silent(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
+def _silent(
+    _call: Call,
+    _instance: Any,
+    _args: Args,
+    _kwargs: Kwargs,
+) -> None:
     """Megatron prints once per job, and the forward ranks form a second job, so every line would
     appear twice.
     """
@@ -255,6 +339,11 @@ for _name in ("print_rank_0", "print_rank_last"):
 
 
 @_silence("disaggregation.log", f"{_TRAINING}:training_log")
-def _without_log(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _without_log(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron logs every step, but forward ranks have neither losses nor gradient norms."""
     return by_name(call, args, kwargs)["report_memory_flag"]

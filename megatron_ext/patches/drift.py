@@ -69,8 +69,10 @@ def missing_module(target: str) -> UpstreamMismatch | None:
     """Return the mismatch for a target whose package exists but whose module does not, or None."""
     name = target.partition(":")[0]
     package = name.rpartition(".")[0]
+    if name in sys.modules or package not in sys.modules:
+        return None
     # `find_spec` would import the package, so call it only if that is already imported.
-    if name in sys.modules or package not in sys.modules or find_spec(name) is not None:
+    if find_spec(name) is not None:
         return None
     return missing(target, f"{package} has no such module")
 
@@ -105,21 +107,26 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
     expected = fingerprints["targets"].get(target)
     if expected is None:
         return None
-    module = target.partition(":")[0]
-    path = getattr(sys.modules.get(module), "__file__", None)
+    module_name = target.partition(":")[0]
+    module = sys.modules.get(module_name)
+    path = getattr(module, "__file__", None)
     # Most files are unchanged, so compare the file's hash first: parsing every
     # function's source would slow down every import.
-    if path is not None and _file_hash(path) == fingerprints["files"].get(module):
+    expected_file_hash = fingerprints["files"].get(module_name)
+    if path is not None and _file_hash(path) == expected_file_hash:
         return None
     actual = fingerprint(original)
     if actual is None:
         kind = type(original).__name__
         return _mismatch(target, f"a function {expected['signature']}", kind)
-    if actual["sha256"] in (expected["sha256"], *expected.get("reviewed", ())):
+    reviewed_hashes = expected.get("reviewed", ())
+    if actual["sha256"] in (expected["sha256"], *reviewed_hashes):
         return None
     if actual["signature"] != expected["signature"]:
         return _mismatch(
-            target, f"signature {expected['signature']}", actual["signature"]
+            target,
+            f"signature {expected['signature']}",
+            actual["signature"],
         )
     return _mismatch(
         target,
@@ -132,10 +139,8 @@ def _mismatch(target: str, expected: str, actual: str) -> UpstreamMismatch:
     # Force a reinstall: pip keeps an installed version that satisfies the range, even
     # if its files have been edited.
     remedy = f"pip install --force-reinstall --no-deps 'megatron-core{SUPPORTED}'"
-    if (
-        target.startswith(("megatron.legacy.", "megatron.training."))
-        and tree.find_tree()
-    ):
+    is_of_tree = target.startswith(("megatron.legacy.", "megatron.training."))
+    if is_of_tree and tree.find_tree():
         remedy = tree.how_to_get()
     if not actual.startswith(_NOTHING):
         remedy += (
@@ -155,8 +160,10 @@ def _mismatch(target: str, expected: str, actual: str) -> UpstreamMismatch:
 def fingerprint(obj: Any) -> dict[str, str] | None:
     """Return the fingerprint of a loaded function or class, or None if it has no source."""
     try:
+        function = getattr(obj, "__func__", obj)
         # `unwrap` finds the function under its decorators, which the source includes.
-        source = inspect.getsource(inspect.unwrap(getattr(obj, "__func__", obj)))
+        undecorated = inspect.unwrap(function)
+        source = inspect.getsource(undecorated)
     except (TypeError, OSError):
         return None
     return fingerprint_of_source(source)
@@ -182,7 +189,8 @@ def fingerprint_of_source(source: str) -> dict[str, str]:
                 argument.annotation = None
         signature = f"({ast.unparse(definition.args)})"
     text = repr(_meaning(definition))
-    return {"sha256": hashlib.sha256(text.encode()).hexdigest(), "signature": signature}
+    digest = hashlib.sha256(text.encode())
+    return {"sha256": digest.hexdigest(), "signature": signature}
 
 
 def _meaning(node: Any) -> Any:
@@ -216,15 +224,20 @@ def _is_constant_statement(node: Any) -> bool:
 @lru_cache(maxsize=1)
 def _load() -> dict[str, Any]:
     """Return the fingerprints for the installed release or the nearest older one."""
-    return json.loads(path_of(releases.reference().version).read_text())  # type: ignore[no-any-return]
+    path = path_of(releases.reference().version)
+    fingerprints: dict[str, Any] = json.loads(path.read_text())
+    return fingerprints
 
 
 def path_of(version: str) -> Path:
     """Return the path of a release's fingerprint file."""
-    return _FOLDER / f"{'.'.join(version.split('.')[:2])}.json"
+    major_and_minor = version.split(".")[:2]
+    minor_release = ".".join(major_and_minor)
+    return _FOLDER / f"{minor_release}.json"
 
 
 # Cached because several targets share a file.
 @cache
 def _file_hash(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    content = Path(path).read_bytes()
+    return hashlib.sha256(content).hexdigest()

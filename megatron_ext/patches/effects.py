@@ -52,7 +52,10 @@ def _acted(*patch_ids: str) -> bool:
 
 
 def _missing(
-    feature: str, effect: str, observation: str, patch_id: str
+    feature: str,
+    effect: str,
+    observation: str,
+    patch_id: str,
 ) -> EffectMissing:
     installed_version = releases.core_version() or "(none)"
     tested_version = releases.reference().version
@@ -79,7 +82,12 @@ def another_schedule(name: str) -> EffectMissing:
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
     when=_is_due,
 )
-def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _watched(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron does not check during the first steps that tied copies are identical and forward
     ranks are frozen.
     """
@@ -147,8 +155,9 @@ def _check_copies(chunks: list[Any], in_force: active.Active) -> None:
     flag = f"--pipeline-schedule {pipeline.name}"
     effect = "the copies of the tied embedding on the first rank are identical"
     is_first_step = in_force.checked_steps == 0
-    if is_first_step and in_force.requested is not None and in_force.host is None:
-        # The program has its own training loop and calls `configure` with its sizes.
+    # The program has its own training loop and calls `configure` with its sizes.
+    has_own_loop = in_force.requested is not None and in_force.host is None
+    if is_first_step and has_own_loop:
         raise EffectMissing(
             f"{flag}: {effect}, but {difference}; call "
             "megatron_ext.runtime.folded.tie_embeddings(chunks) after building the model"
@@ -161,7 +170,11 @@ def _check_copies(chunks: list[Any], in_force: active.Active) -> None:
 
 @PATCHES.row("effects.logged", "megatron.training.training:training_log", of=not_logged)
 def logged(
-    in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    in_force: active.Active,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron does not verify at the first log line that the table ran and the loss arrived."""
     # One check is enough: a feature that has had no effect by the first log line will

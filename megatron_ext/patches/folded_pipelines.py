@@ -33,7 +33,11 @@ PATCHES = PatchTable(feature="schedules", when=active.is_folded)
     of=active.pipeline,
 )
 def _place_layers(
-    chosen: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    chosen: active.Pipeline,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron places a layout's stages round-robin, but V and W placements do not."""
     from megatron_ext.runtime.folded import placed_layout
@@ -58,22 +62,31 @@ def _place_layers(
     since=(0, 18),
 )
 def _place_segment(
-    chosen: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    chosen: active.Pipeline,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> tuple[list[str], int]:
     """Megatron places a hybrid pattern's segments round-robin, but V and W placements do not."""
     pattern, *further_args = args
-    segments, stages_of = pattern.split("|"), chosen.placement.stages_of
+    segments = pattern.split("|")
+    stages_of = chosen.placement.stages_of
     if len(segments) != chosen.placement.num_stages:
         return cast("tuple[list[str], int]", call(*args, **kwargs))
-    placed = dict(zip(("pp_group", "vp_stage"), further_args, strict=False), **kwargs)
+    names = ("pp_group", "vp_stage")
+    further_arguments = dict(zip(names, further_args, strict=False), **kwargs)
     # Upstream deals out segments round-robin, so reorder them to give each rank its own
     # stages' segments.
     dealt: list[str] = []
     for stages_of_chunk in zip(*stages_of, strict=True):
         dealt += [segments[stage] for stage in stages_of_chunk]
     layers, _ = call("|".join(dealt), *further_args, **kwargs)
-    stage = stages_of[placed["pp_group"].rank()][placed["vp_stage"]]
-    return layers, sum(map(len, segments[:stage]))
+    rank = further_arguments["pp_group"].rank()
+    chunk = further_arguments["vp_stage"]
+    stage = stages_of[rank][chunk]
+    num_layers_before = sum(len(segment) for segment in segments[:stage])
+    return layers, num_layers_before
 
 
 @PATCHES.row(
@@ -87,11 +100,17 @@ def _place_segment(
     f"{_STATE}:get_pipeline_model_parallel_last_rank",
     kind="replace",
 )
-def _of_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _of_first_rank(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron assumes that the last rank holds the last stage, but the first rank does."""
     # Look up the function on every call, because it may be patched too.
-    twin = call.__name__.replace("last", "first")
-    return getattr(sys.modules[call.__module__], twin)(*args, **kwargs)
+    twin_name = call.__name__.replace("last", "first")
+    twin = getattr(sys.modules[call.__module__], twin_name)
+    return twin(*args, **kwargs)
 
 
 @PATCHES.row(
@@ -99,9 +118,15 @@ def _of_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
     f"{_STATE}:is_pipeline_last_stage",
     kind="replace",
 )
-def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
+def _is_last_stage(
+    _call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> bool:
     """Megatron assumes that the last rank holds the last stage."""
-    arguments = dict(zip(("ignore_virtual", "vp_stage"), args, strict=False), **kwargs)
+    names = ("ignore_virtual", "vp_stage")
+    arguments = dict(zip(names, args, strict=False), **kwargs)
     state = sys.modules[_STATE]
     chunks = state.get_virtual_pipeline_model_parallel_world_size()
     # Megatron's function defaults to True.
@@ -115,7 +140,12 @@ def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> b
 
 
 @PATCHES.row("placement.embedding_groups", f"{_STATE}:initialize_model_parallel")
-def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _embed_on_first_rank(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron puts the last rank in the embedding group, so the first rank would wait for it
     forever.
     """
@@ -139,7 +169,12 @@ def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs)
     f"{_GRADS}:_allreduce_word_embedding_grads",
     kind="replace",
 )
-def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _sum_in_place(
+    _call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     """Megatron sums tied embeddings' gradients across ranks, but both copies are on one rank."""
     from megatron_ext.runtime.folded import sum_tied_gradients
 
@@ -152,7 +187,10 @@ def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
     when=lambda: active.active() is not None,
 )
 def _skip_without_embeddings(
-    call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> None:
     """Megatron reads an attribute that custom modules lack to see whether the embedding is tied."""
     from megatron_ext.runtime.folded import language_model
@@ -168,7 +206,12 @@ def _skip_without_embeddings(
     "megatron.training.models.dist_utils:prepare_existing_model_chunks_for_distributed_training",
     since=(0, 19),
 )
-def _tie(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _tie(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron fills the copy of a tied embedding from another rank, so a copy on the same rank
     would stay zero.
     """
@@ -180,7 +223,12 @@ def _tie(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @PATCHES.row("placement.train_step", f"{_TRAINING}:train_step")
-def _share_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _share_step(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """The last rank logs the losses, but only the first rank has them."""
     from megatron_ext.runtime.folded import share_losses, share_mtp_losses
 
@@ -190,7 +238,12 @@ def _share_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 @PATCHES.row("placement.evaluate", f"{_TRAINING}:evaluate")
-def _share_evaluation(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _share_evaluation(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """The last rank logs the losses, but only the first rank has them."""
     from megatron_ext.runtime.folded import share_losses
 
@@ -202,7 +255,10 @@ def _share_evaluation(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
 
 @PATCHES.row("placement.optimizer_state", f"{_CHECKPOINTING}:generate_state_dict")
 def check_optimizer_state(
-    call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron checks only the parallel sizes, so it would load other stages' optimizer state."""
     optimizer = args[2] if len(args) > 2 else kwargs["optimizer"]
@@ -226,7 +282,12 @@ def check_optimizer_state(
     "placement.tied_checkpoint",
     f"{_PARALLEL}:distribute_main_replicas_with_precomputed_distribution",
 )
-def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _save_once(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     """Megatron assigns tensors to replicas by name, so it would save both embedding copies."""
     from megatron_ext.runtime.folded import keep_one_main_copy
 
@@ -242,7 +303,12 @@ def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
 @PATCHES.row(
     "placement.tied_loading", f"{_PARALLEL}:FullyParallelLoadStrategyWrapper.load"
 )
-def _load_apart(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _load_apart(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron loads both copies of an embedding into one tensor, so two weights would update the
     same optimizer moment.
     """
@@ -251,7 +317,12 @@ def _load_apart(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return with_own_tensors(call(*args, **kwargs))
 
 
-def check_format(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def check_format(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Reject checkpoints that identify tensors by rank and chunk instead of by layer."""
     loaded = call(*args, **kwargs)
     kind = loaded[3]
@@ -274,17 +345,23 @@ def _stages(args: Any) -> str:
     cut = args.pipeline_model_parallel_layout or getattr(
         args, "hybrid_layer_pattern", None
     )
-    ranks = ", ".join(
-        f"{rank}: {' and '.join(map(str, stages))}"
-        for rank, stages in enumerate(chosen.placement.stages_of)
-    )
-    return f"ranks {ranks} of {cut}"
+    ranks = []
+    for rank, stages in enumerate(chosen.placement.stages_of):
+        stages_of_rank = " and ".join(str(stage) for stage in stages)
+        ranks.append(f"{rank}: {stages_of_rank}")
+    return f"ranks {', '.join(ranks)} of {cut}"
 
 
 @PATCHES.row("placement.file_stages", f"{_CHECKPOINTING}:generate_state_dict")
-def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _name_stages(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """With --ckpt-format torch, Megatron names layers by rank and chunk, not by stage."""
-    state, settings = call(*args, **kwargs), args[0] if args else kwargs["args"]
+    state = call(*args, **kwargs)
+    settings = args[0] if args else kwargs["args"]
     if settings.ckpt_format == "torch":
         # Megatron compares the version with numbers, so loading the file without this
         # package fails. Megatron would ignore any other entry and load the weights into
@@ -300,19 +377,23 @@ def _name_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     f"{_CHECKPOINTING}:_load_base_checkpoint",
     when=always,
 )
-def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _check_stages(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron reads formats that identify layers by rank, so it would load the wrong layers."""
     loaded = call(*args, **kwargs)
     # `name` is this rank's file, two levels below the checkpoint's folder.
     state, name, _, kind = loaded
     if kind is None or kind.name != "LEGACY":
-        return (
-            loaded
-            if not active.is_folded()
-            else check_format(lambda: loaded, None, (), {})
-        )
+        if not active.is_folded():
+            return loaded
+        return check_format(lambda: loaded, None, (), {})
     # `_name_stages` added the stages to the version; give Megatron only the number.
-    version, _, saved_stages = str(state.get("checkpoint_version", 0)).partition(" ")
+    version_text = str(state.get("checkpoint_version", 0))
+    version, _, saved_stages = version_text.partition(" ")
     if saved_stages:
         state["checkpoint_version"] = float(version)
     # With --use-checkpoint-args, Megatron first loads just the arguments, before any
@@ -320,14 +401,17 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     if kwargs.get("rank0") and active.active() is None:
         return loaded
     settings = args[1] if len(args) > 1 else kwargs["args"]
-    stages, megatrons = _stages(settings), "Megatron's own"
-    num_saved_chunks = sum(
-        re.fullmatch(r"model\d*", entry) is not None for entry in state
-    )
+    stages = _stages(settings)
+    megatrons = "Megatron's own"
+    num_saved_chunks = 0
+    for entry in state:
+        if re.fullmatch(r"model\d*", entry):
+            num_saved_chunks += 1
     num_chunks = getattr(settings, "virtual_pipeline_model_parallel_size", None) or 1
     # If the file lacks a chunk, Megatron silently trains it from random weights.
-    lacks = num_saved_chunks not in (0, num_chunks) and active.pipeline() is not None
-    if saved_stages != stages or lacks:
+    has_other_chunks = num_saved_chunks not in (0, num_chunks)
+    lacks_chunks = has_other_chunks and active.pipeline() is not None
+    if saved_stages != stages or lacks_chunks:
         raise DataError(
             f"the stages of {Path(name).parents[1]} are {saved_stages or megatrons} "
             f"({num_saved_chunks} per rank), but this run's stages are {stages or megatrons} "
@@ -347,7 +431,10 @@ def _check_stages(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     "placement.batch", "megatron.core.utils:get_batch_on_this_tp_rank", since=(0, 18)
 )
 def _with_fields_of_both_ends(
-    call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron sends a rank only the first stage's fields, even if it also has the last stage."""
     # Megatron decides by rank and ignores the chunk: a rank with the first stage gets

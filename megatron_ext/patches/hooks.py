@@ -24,7 +24,10 @@ from megatron_ext.upstream import tree as upstream
 _LOG = logging.getLogger(__name__)
 
 _TREE_PACKAGES = {
-    f"megatron.{name}" for name in ("legacy", "post_training", "rl", "training")
+    "megatron.legacy",
+    "megatron.post_training",
+    "megatron.rl",
+    "megatron.training",
 }
 _TREE_SCRIPTS = {
     "gpt_builders",
@@ -54,22 +57,27 @@ class _Finder(MetaPathFinder):
         # First check that the package exists: code may import an optional package and
         # handle its absence.
         if fullname in self.before and _exists(fullname, path):
-            self.before.pop(fullname)()
+            callback = self.before.pop(fullname)
+            callback()
         # A full tree on `PYTHONPATH` has its own `megatron.core`, which lacks the compiled dataset
         # helpers.
         if fullname == "megatron.core":
             core = releases.installed_core()
-            if core is not None and os.environ.get("RANK", "0") == "0":
+            if core is None:
+                return None
+            is_first_rank = os.environ.get("RANK", "0") == "0"
+            if is_first_rank:
                 ignored = upstream.ignored_sources(core)
                 if ignored is not None:
                     _LOG.warning("megatron_ext: %s", ignored)
-            return _spec_in(core and core.parent, fullname)
+            return _spec_in(core.parent, fullname)
         # `megatron` is a namespace package, so Python merges the wheel's
         # `megatron.core` with these packages from a tree. Since 0.17, the wheel also
         # contains some of these packages, but a tree's scripts need the tree's.
         if fullname in _TREE_PACKAGES:
             tree = upstream.find_tree()
-            return _spec_in(tree and tree / "megatron", fullname)
+            folder = None if tree is None else tree / "megatron"
+            return _spec_in(folder, fullname)
         # Let everything on `sys.path` take precedence: the user may have a module with
         # this name.
         if fullname in _TREE_SCRIPTS and PathFinder.find_spec(fullname) is None:
@@ -81,11 +89,15 @@ class _Finder(MetaPathFinder):
 
 
 def _exists(package: str, path: Sequence[str] | None) -> bool:
-    return package == "megatron.core" or PathFinder.find_spec(package, path) is not None
+    if package == "megatron.core":
+        return True
+    return PathFinder.find_spec(package, path) is not None
 
 
 def _spec_in(folder: Path | None, fullname: str) -> ModuleSpec | None:
-    return None if folder is None else PathFinder.find_spec(fullname, [str(folder)])
+    if folder is None:
+        return None
+    return PathFinder.find_spec(fullname, [str(folder)])
 
 
 def _lacks_triton() -> bool:

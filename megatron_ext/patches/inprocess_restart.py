@@ -27,7 +27,12 @@ PATCHES = PatchTable(feature="inprocess_restart")
 @PATCHES.row(
     "inprocess_restart.our_part", f"{_NVRX}.wrap:Wrapper.__init__", required=False
 )
-def _add_our_part(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _add_our_part(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     """NVRx cannot unblock ranks waiting for our messages, and transport names would not match."""
     from megatron_ext.training.survival import with_our_part
 
@@ -35,7 +40,12 @@ def _add_our_part(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Non
 
 
 @PATCHES.row("inprocess_restart.unread_flags", f"{_MEGATRON}:inprocess_restart")
-def _pass_unread_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _pass_unread_flags(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron parses --inprocess-progress-watchdog-interval and --inprocess-max-iterations but
     does not pass them to NVRx.
     """
@@ -60,7 +70,12 @@ def _pass_unread_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     f"{_MEGATRON}:maybe_wrap_for_inprocess_restart",
     when=stores_are_hosted,
 )
-def _join_hosted_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _join_hosted_store(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Rank 0 hosts the restart store, so the job would not survive losing rank 0."""
     distributed = import_module("torch.distributed")
     with suppress(ImportError):
@@ -80,12 +95,18 @@ def _join_hosted_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -
     "megatron.training.initialize:_initialize_distributed",
     when=lambda: active.attempt() is not None,
 )
-def _connect_to_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _connect_to_store(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron uses one store for all attempts, so waiting on it for a lost rank never ends."""
     from megatron_ext.training.survival import store_connection
 
     parameters = by_name(call, args, kwargs)
-    return call(**{**parameters, "store": store_connection.open(parameters["store"])})
+    store = store_connection.open(parameters["store"])
+    return call(**{**parameters, "store": store})
 
 
 @PATCHES.row(
@@ -94,7 +115,12 @@ def _connect_to_store(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     since=(0, 18),
     order=-1,
 )
-def _refuse_scripts(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _refuse_scripts(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron's scripts parse flags outside the restarted function, so a restart has no flags."""
     (function,) = by_name(call, args, kwargs).values()
     # Our loop for the installed wheel restarts as a whole and parses its flags again.
@@ -129,7 +155,12 @@ def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
     when=on_cpu,
     required=False,
 )
-def _finalize(_call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _finalize(
+    _call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """NVRx selects a CUDA device in the thread that resets Megatron, but the host has none."""
     from nvidia_resiliency_ext.inprocess.exception import (
         TimeoutError as FinalizeTimeout,
@@ -153,7 +184,12 @@ def _finalize(_call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     when=on_cpu,
     required=False,
 )
-def _is_healthy(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _is_healthy(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """NVRx synchronises a CUDA device to check that it works, but the host has none."""
     (state,) = by_name(call, args, kwargs).values()
     return state
@@ -166,7 +202,12 @@ def _is_healthy(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     when=on_cpu,
     required=False,  # since NVRx 0.5
 )
-def _check_no_gpu(_call: Call, instance: Any, _args: Args, _kwargs: Kwargs) -> None:
+def _check_no_gpu(
+    _call: Call,
+    instance: Any,
+    _args: Args,
+    _kwargs: Kwargs,
+) -> None:
     """NVRx queries NVIDIA's driver for GPUs, links and adapters, but the host has none."""
     instance.restart_health_check = instance.health_check
 
@@ -177,7 +218,12 @@ def _check_no_gpu(_call: Call, instance: Any, _args: Args, _kwargs: Kwargs) -> N
     "LocalCheckpointManager._ensure_dir",
     required=False,
 )
-def _remove_half_written(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _remove_half_written(
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     """NVRx refuses to save a local checkpoint if a killed rank left an unfinished one."""
     is_first = not instance._dir_created
     call(*args, **kwargs)
@@ -192,7 +238,12 @@ def _remove_half_written(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
     f"{_NVRX}.store:StoreMixin.get_initial_ranks",
     required=False,
 )
-def _as_numbers(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> list[int]:
+def _as_numbers(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> list[int]:
     """If a host stops responding, NVRx records its ranks as bytes but cannot read them when the job
     ends.
     """

@@ -69,9 +69,9 @@ def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
             lines.append(f"      {row.target}")
             lines.append(f"      {row.reason}")
         if redirects_by_status:
-            counts = [
-                f"{count} {status}" for status, count in redirects_by_status.items()
-            ]
+            counts = []
+            for status, count in redirects_by_status.items():
+                counts.append(f"{count} {status}")
             lines.append(
                 f"  {redirects_by_status.total()} torch names redirected ({'; '.join(counts)}); "
                 "use --all to list them"

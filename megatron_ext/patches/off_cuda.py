@@ -30,7 +30,12 @@ def _is_other(record: logging.LogRecord) -> bool:
     f"{_RANDOM}:CudaRNGStatesTracker.__init__",
     when=on_cpu,
 )
-def _quieten(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _quieten(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     """Megatron reports every use of the host's generator as an unexpected change, but here the host
     is the device.
     """
@@ -46,7 +51,12 @@ def _quieten(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     f"{_PARALLEL_STATE}:destroy_model_parallel",
     when=off_cuda,
 )
-def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _destroy_all_groups(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     """Megatron drops groups without destroying them, so their gloo threads stall later
     initialisations.
     """
@@ -78,7 +88,12 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     "moe.tensor_to_host",
     "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
 )
-def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _move_to_host(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron honours as_numpy only for CUDA tensors, so the all-to-all dispatcher raises
     TypeError.
     """
@@ -113,7 +128,12 @@ def _empty_statistics(_original: Any) -> Any:
 @PATCHES.row(
     "training_init.dataset_helpers", "megatron.core.datasets.utils:compile_helpers"
 )
-def _skip_if_built(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _skip_if_built(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """The wheel contains the compiled helpers but no Makefile, and a failed make terminates the
     process.
     """
@@ -137,7 +157,12 @@ def _skip_if_built(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> An
     kind="replace",
     when=off_cuda,
 )
-def _nothing(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
+def _nothing(
+    _call: Call,
+    _instance: Any,
+    _args: Args,
+    _kwargs: Kwargs,
+) -> None:
     """Megatron compiles and warms up fused functions, which raises TypeError without a CUDA
     toolkit.
     """

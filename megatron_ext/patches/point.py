@@ -28,7 +28,10 @@ Call = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_ANY: tuple[Release, Release] = ((0, 0), (1 << 30, 0))
+_BEFORE_ALL: Release = (0, 0)
+_AFTER_ALL: Release = (1 << 30, 0)
+_Pair = tuple[Any, Any]
+"""An object and its replacement."""
 
 MISSING = object()
 """Marks a missing attribute, because None is a valid value."""
@@ -42,7 +45,8 @@ State = Literal[
 
 def by_name(call: Call, args: Args, kwargs: Kwargs) -> Kwargs:
     """Return a target's arguments by name, whether passed by position or by name."""
-    return dict(signature(call).bind(*args, **kwargs).arguments)
+    bound = signature(call).bind(*args, **kwargs)
+    return dict(bound.arguments)
 
 
 def always() -> bool:
@@ -76,9 +80,9 @@ class Patch:
     """The feature that the patch belongs to, for listings."""
     creates: bool = False
     """set: the name does not exist upstream (the reason explains why it is needed)."""
-    since: Release = _ANY[0]
+    since: Release = _BEFORE_ALL
     """The first minor release that the row applies to, such as `(0, 17)`."""
-    until: Release = _ANY[1]
+    until: Release = _AFTER_ALL
     """The first minor release that the row no longer applies to."""
     required: bool = True
     """Whether a missing target is an error if the patch would act. False for conveniences and when
@@ -97,14 +101,17 @@ class Patch:
     @property
     def releases(self) -> str:
         """The releases that the row applies to, as text; empty if it applies to all."""
-        first, end = ("{}.{}".format(*release) for release in (self.since, self.until))
-        if self.since == _ANY[0]:
-            return "" if self.until == _ANY[1] else f"before {end}"
-        return (
-            f"since {first}"
-            if self.until == _ANY[1]
-            else f"{first} and later, before {end}"
-        )
+        first = "{}.{}".format(*self.since)
+        end = "{}.{}".format(*self.until)
+        has_first = self.since != _BEFORE_ALL
+        has_end = self.until != _AFTER_ALL
+        if has_first and has_end:
+            return f"{first} and later, before {end}"
+        if has_first:
+            return f"since {first}"
+        if has_end:
+            return f"before {end}"
+        return ""
 
     def acting(self) -> Callable[..., Any] | None:
         """Return `fn`, bound to its subject if any, or None if the patch does not act now."""
@@ -113,7 +120,9 @@ class Patch:
         if self.of is None:
             return self.fn
         subject = self.of()
-        return None if subject is None else partial(self.fn, subject)
+        if subject is None:
+            return None
+        return partial(self.fn, subject)
 
     def is_for(self, release: Release | None) -> bool:
         """Return whether the row applies to a release.
@@ -121,7 +130,7 @@ class Patch:
         If the release is unknown, only rows for all releases apply.
         """
         if release is None:
-            return (self.since, self.until) == _ANY
+            return self.since == _BEFORE_ALL and self.until == _AFTER_ALL
         return self.since <= release < self.until
 
 
@@ -137,12 +146,17 @@ class PatchTable(list[Patch]):
         self._defaults = defaults
 
     def row(
-        self, name: str, target: str, reason: str = "", **fields: Any
+        self,
+        name: str,
+        target: str,
+        reason: str = "",
+        **fields: Any,
     ) -> Callable[[_Function], _Function]:
         """Return a decorator that adds a row; its reason defaults to the function's docstring."""
 
         def add(fn: _Function) -> _Function:
-            patch_reason = reason or " ".join((fn.__doc__ or "").split())
+            docstring = fn.__doc__ or ""
+            patch_reason = reason or " ".join(docstring.split())
             patch_fields = {**self._defaults, **fields}
             self.append(Patch(name, target, patch_reason, fn, **patch_fields))
             return fn
@@ -290,13 +304,14 @@ def bound_objects() -> set[int]:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "megatron_ext":
             continue
-        for value in list(getattr(module, "__dict__", {}).values()):
+        names = getattr(module, "__dict__", {})
+        for value in list(names.values()):
             ids.add(id(value))
     return ids
 
 
 def rebind(
-    pairs: Iterable[tuple[Any, Any]],
+    pairs: Iterable[_Pair],
     untouched: Container[str],
     *,
     in_classes: bool = False,
@@ -313,32 +328,35 @@ def rebind(
     """
     # Compare by identity: a sweep by name would miss renamed copies and replace
     # unrelated objects with the same name.
-    pair_of = {id(old): (old, new) for old, new in pairs if old is not new}
+    pair_of: dict[int, _Pair] = {}
+    for old, new in pairs:
+        if old is not new:
+            pair_of[id(old)] = old, new
     rebound: list[Copy] = []
     if not pair_of:
         return rebound
     for module_name, module in list(sys.modules.items()):
         # Any other attribute access could load a lazy module.
         names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict) or module_name.partition(".")[0] in untouched:
+        package = module_name.partition(".")[0]
+        if not isinstance(names, dict) or package in untouched:
             continue
         for name, value in list(names.items()):
             if id(value) in pair_of:
                 old, new = pair_of[id(value)]
                 rebound.append(Copy(names, name, old, new))
                 names[name] = new
+            if not in_classes:
+                continue
             # Do not use isinstance: it reads every value's `__class__`, which makes
             # some objects emit a warning.
-            if (
-                in_classes
-                and issubclass(type(value), type)
-                and value.__module__ == module_name
-            ):
+            is_class = issubclass(type(value), type)
+            if is_class and value.__module__ == module_name:
                 _rebind_in_class(value, pair_of)
     return rebound
 
 
-def _rebind_in_class(cls: type, pair_of: dict[int, tuple[Any, Any]]) -> None:
+def _rebind_in_class(cls: type, pair_of: dict[int, _Pair]) -> None:
     for name, value in list(vars(cls).items()):
         is_static = isinstance(value, staticmethod)
         function = value.__func__ if is_static else value

@@ -65,9 +65,8 @@ class Registry:
         """Other changes that `deactivate` reverts: import hooks, environment variables."""
         self._release_override = release
         self._sites: dict[str, Site] = {}
-        self._ids: dict[
-            str, list[Patch]
-        ] = {}  # all rows, including those for other releases
+        # All rows, including those for other releases.
+        self._ids: dict[str, list[Patch]] = {}
         self._has_logged = False
         self._hooked: set[str] = set()
         self._rebound_copies: list[Copy] = []
@@ -189,13 +188,14 @@ class Registry:
         late_modules -= self._patched_modules
         self._patched_modules |= late_modules
         if late_modules:
+            modules_text = f"{len(late_modules)} modules were"
+            if len(late_modules) == 1:
+                modules_text = "1 module was"
             _LOG.warning(
                 "%s imported before megatron_ext: %d copied names were replaced, but copies in "
                 "closures, partials and default arguments cannot be; put `import megatron_ext` "
                 "first",
-                "1 module was"
-                if len(late_modules) == 1
-                else f"{len(late_modules)} modules were",
+                modules_text,
                 len(rebound),
             )
 
@@ -208,7 +208,7 @@ class Registry:
                 prefix, _, site.attribute = patch.path.rpartition(".")
                 site.parent = module
                 if prefix:
-                    site.parent = wrapt.resolve_path(module, prefix)[2]
+                    _, _, site.parent = wrapt.resolve_path(module, prefix)
             else:
                 site.parent, site.attribute, site.original = wrapt.resolve_path(
                     module, patch.path
@@ -223,19 +223,21 @@ class Registry:
             # feature is on.
             if patch.acting() is None or drift.refuses(site.mismatch):
                 return False
-            original = None if site.original is MISSING else site.original
+            original = None
+            if site.original is not MISSING:
+                original = site.original
             site.put(patch.fn(original))
             return True
         # Prefer the parent's own attribute: a lookup would bind a static or class method.
-        wrapped = site.original if site.defined is MISSING else site.defined
+        wrapped = site.defined
+        if site.defined is MISSING:
+            wrapped = site.original
+        dispatch = partial(self._dispatch, site)
         # The point checks on every call whether the registry is active: after an undo,
         # references that cannot be reached (default arguments, closures, partials) must
         # behave like the original.
-        site.put(
-            PatchPoint(
-                wrapped, partial(self._dispatch, site), enabled=lambda: self.active
-            )
-        )
+        point = PatchPoint(wrapped, dispatch, enabled=lambda: self.active)
+        site.put(point)
         return True
 
     def _uninstall(self, sites: Iterable[Site]) -> None:
@@ -263,7 +265,8 @@ class Registry:
         # torch's compiler keeps `torch.cuda` functions in classes.
         originals_of: dict[int, set[int]] = {}
         for patched, original in replaced:
-            originals_of.setdefault(id(patched), set()).add(id(original))
+            originals = originals_of.setdefault(id(patched), set())
+            originals.add(id(original))
         unambiguous = []
         for patched, original in replaced:
             if len(originals_of[id(patched)]) == 1:
@@ -273,7 +276,12 @@ class Registry:
     # -- calling ---------------------------------------------------------------------------------
 
     def _dispatch(
-        self, site: Site, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs
+        self,
+        site: Site,
+        wrapped: Call,
+        instance: Any,
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """Run one call to a patch point through the patches that are active now.
 
@@ -412,7 +420,13 @@ def _idle_row(patch: Patch, state: State) -> Row:
     return Row(**vars(patch), state=state, intact=True, active=False, drift="")
 
 
-def _step(fn: Call, call: Call, instance: Any, *args: Any, **kwargs: Any) -> Any:
+def _step(
+    fn: Call,
+    call: Call,
+    instance: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     return fn(call, instance, args, kwargs)
 
 

@@ -43,7 +43,12 @@ def _was_not_taken() -> bool:
     kind="replace",
     when=_was_not_taken,
 )
-def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
+def _refuse(
+    _call: Call,
+    _instance: Any,
+    _args: Args,
+    _kwargs: Kwargs,
+) -> Any:
     """Megatron would train with its own schedule even though another one was requested."""
     from megatron_ext.config.flags import FLAGS
     from megatron_ext.errors import ConfigurationError
@@ -65,7 +70,12 @@ def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
     f"{_SCHEDULES}:get_forward_backward_func",
     kind="replace",
 )
-def _run_table(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _run_table(
+    _call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron runs only its own schedules, not the table that --pipeline-schedule selects."""
     from megatron_ext.runtime.entry import forward_backward, refuse_modules
 
@@ -81,7 +91,13 @@ def _run_table(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     of=active.choice,
     order=-10,
 )
-def _agree(choice: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _agree(
+    choice: Any,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Ranks with different devices may choose different schedules, whose groups would not match."""
     from megatron_ext.runtime.program import check_same_choice
 
@@ -108,7 +124,11 @@ def _carries_messages() -> bool:
     of=active.active,
 )
 def _check_built(
-    in_force: active.Active, call: Call, instance: Any, args: Args, kwargs: Kwargs
+    in_force: active.Active,
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> None:
     """Some Megatron settings conflict with the schedule, and programs that call configure have no
     arguments to check earlier.
@@ -127,14 +147,22 @@ def _check_built(
     count_recomputation(instance)
 
 
+def _runs_pairs() -> bool:
+    pipeline = active.pipeline()
+    return pipeline is not None and pipeline.config.pairs
+
+
 @PATCHES.row(
     "schedules.pairs",
     _CONFIG,
-    when=lambda: (pipeline := active.pipeline()) is not None and pipeline.config.pairs,
+    when=_runs_pairs,
     order=20,  # inside schedules.model_config, which reads the real settings
 )
 def _check_without_overlap(
-    call: Call, instance: Any, args: Args, kwargs: Kwargs
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> None:
     """Megatron checks the overlap rules of its interleaved schedule, but pairs have different
     limits.
@@ -166,7 +194,12 @@ def stage_of_chunk(chunk: int) -> int:
     f"{_SCHEDULES}:forward_step",
     when=lambda: active.draws_by_microbatch() and not is_chosen(),
 )
-def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _draw_by_microbatch(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron draws dropout masks in execution order, but --microbatch-rng ties them to
     micro-batches.
     """
@@ -181,14 +214,24 @@ def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
 @PATCHES.row(
     "schedules.iteration", f"{_TRAINING}:train_step", when=active.draws_by_microbatch
 )
-def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _begin_iteration(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron does not pass schedules the iteration, which they use to seed micro-batches."""
     active.begin_iteration(kwargs["iteration"])
     return call(*args, **kwargs)
 
 
 @PATCHES.row("schedules.measured", f"{_TRAINING}:train")
-def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def log_statistics_of(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """After training, Megatron does not log how long ranks were idle or how often they deviated
     from the table's order.
     """
@@ -212,7 +255,12 @@ def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     when=always,
     feature="core",
 )
-def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _skip_batches(
+    _call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     """Megatron reads batches from one iterator, but ranks with several chunks have a list of
     iterators and middle ranks have none, so --iterations-to-skip would raise an error.
     """
@@ -248,7 +296,11 @@ def skip_batches(rerun_machine: Any, data_iterator: Any, num_batches: int) -> No
     since=(0, 18),
 )
 def _count_tokens_once(
-    pipeline: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    pipeline: active.Pipeline,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> tuple[float | None, ...]:
     """Megatron counts packed sequences once per stage on a rank."""
     placement = pipeline.placement
@@ -275,14 +327,20 @@ def _count_tokens_once(
     since=(0, 20),
 )
 def _check_packing(
-    pipeline: active.Pipeline, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    pipeline: active.Pipeline,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron's packing scheduler assumes that the last rank holds the last stage, and it
     distributes samples across replicas as --pipeline-balance pack does.
     """
     from megatron_ext.errors import ConfigurationError
 
-    if pipeline.placement.rank_of[-1] != pipeline.placement.num_ranks - 1:
+    last_rank = pipeline.placement.num_ranks - 1
+    rank_of_last_stage = pipeline.placement.rank_of[-1]
+    if rank_of_last_stage != last_rank:
         raise ConfigurationError(
             "{schedule:{c.schedule}} does not place its last stage on the last rank, where "
             "Megatron's packing scheduler reads the labels; use 1f1b, gpipe, zb-h1 or interleaved",
@@ -299,7 +357,12 @@ def _check_packing(
 @PATCHES.row(
     "pipeline.sends_own_storage", f"{_P2P}:_p2p_ops", when=always, feature="core"
 )
-def _send_aliases(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _send_aliases(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron's overlapped sends in interleaved schedules read freed memory, which causes wrong
     values, NaN or a hang.
     """
@@ -320,7 +383,12 @@ def _send_aliases(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     when=lambda: active.transport_only() is not None,
     feature="transport",
 )
-def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _in_steps(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron does not announce a step's messages, but a transport must know them in advance."""
     from megatron_ext.runtime.runtime import in_force
 
@@ -342,7 +410,10 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     feature="transport",
 )
 def _send_over_transport(
-    _call: Call, _instance: Any, _args: Args, kwargs: Kwargs
+    _call: Call,
+    _instance: Any,
+    _args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron sends only over torch.distributed, not over --pipeline-transport, and its own
     schedule would run instead of ours if a program fetched it before calling configure.
@@ -376,7 +447,12 @@ def _error_of_stock_schedule() -> Exception:
     since=(0, 20),
     feature="transport",
 )
-def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _allow_streams(
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     """Megatron rejects hyper-connections with several stages because its messages are hidden_size
     wide, but ours have the shape of the stage's output, n streams wide.
     """
@@ -416,7 +492,12 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
     "schedules.offloading",
     f"{_OFFLOAD}:FineGrainedActivationOffloadingInterface.init_chunk_handler",
 )
-def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -> None:
+def _offload_by_table(
+    call: Call,
+    _instance: Any,
+    _args: Args,
+    kwargs: Kwargs,
+) -> None:
     """Megatron derives the activation reload order from the virtual stages, but the table defines
     that order.
     """
@@ -430,7 +511,12 @@ def _offload_by_table(call: Call, _instance: Any, _args: Args, kwargs: Kwargs) -
     f"{_OFFLOAD}:PipelineOffloadManager.pop_forward_chunk",
     kind="replace",
 )
-def _begun_forward(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> Any:
+def _begun_forward(
+    _call: Call,
+    manager: Any,
+    _args: Args,
+    _kwargs: Kwargs,
+) -> Any:
     """Megatron considers a forward pass finished once everything it offloads has left the device,
     so a one-layer stage, which keeps its activations, would take the next forward pass's place.
     """
@@ -440,7 +526,12 @@ def _begun_forward(_call: Call, manager: Any, _args: Args, _kwargs: Kwargs) -> A
 @PATCHES.row(
     "schedules.returned_activation", f"{_OFFLOAD}:ChunkOffloadHandler.tensor_pop"
 )
-def _await_return(call: Call, handler: Any, args: Args, kwargs: Kwargs) -> Any:
+def _await_return(
+    call: Call,
+    handler: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron reads a saved tensor before its copy is complete if groups are nested (attn_norm
     around qkv_linear) or a backward pass immediately follows its forward pass in the first step.
     """

@@ -37,21 +37,35 @@ def _deferring() -> Any:
     f"{_LAYERS}:LinearWithGradAccumulationAndAsyncCommunication.backward",
     of=_deferring,
 )
-def _linear(splits: Any, call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _linear(
+    splits: Any,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron computes a linear layer's gradients together, but W must compute one of them."""
     from megatron_ext.runtime.split_linear import linear_backward
 
     return linear_backward(call, splits, *args, **kwargs)
 
 
+def _splits_backward() -> bool:
+    pipeline = active.pipeline()
+    return pipeline is not None and pipeline.full.splits_backward
+
+
 @PATCHES.row(
     "split_backward.config",
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-    when=lambda: (
-        (pipeline := active.pipeline()) is not None and pipeline.full.splits_backward
-    ),
+    when=_splits_backward,
 )
-def _config(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _config(
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     """Megatron's constructor rejects deferred weight gradients, but TE's layers support them only
     if built for it.
     """

@@ -66,7 +66,12 @@ def _observed_stock() -> active.Active | None:
     when=_may_be_observed,
     order=-10,
 )
-def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _in_steps(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron does not report when training steps start, which --trace and --hang-timeout need."""
     from megatron_ext.tracing.session import subscribe
 
@@ -111,7 +116,12 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     when=_records_digests,
     order=-11,  # outside trace.steps, which reports to the recorder
 )
-def _record_digests(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _record_digests(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron does not record tensor digests, which show where two runs first differ."""
     schedule = call(*args, **kwargs)
 
@@ -133,12 +143,21 @@ def _record_digests(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
     return run
 
 
-def _observe_collective(name: str, patch: str, target: str, reason: str) -> None:
+def _observe_collective(
+    name: str,
+    patch: str,
+    target: str,
+    reason: str,
+) -> None:
     """Add a row that reports a target's calls to observers as a collective with this name."""
 
     @PATCHES.row(patch, target, reason, of=_observed)
     def run(
-        in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+        in_force: active.Active,
+        call: Call,
+        _instance: Any,
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         for observer in in_force.observers:
             observer.begin_collective(name)
@@ -167,14 +186,20 @@ for _optimizer in ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer
 
 @PATCHES.row("trace.forward", f"{_SCHEDULES}:forward_step", of=_observed_stock)
 def _forward(
-    in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    in_force: active.Active,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron does not record its own schedules' forward passes, which --trace needs."""
     chunk = kwargs.get("vp_stage") or 0
     microbatch = kwargs.get("current_microbatch") or 0
     action = _action("F", chunk, microbatch)
     result = _reported(in_force, call, action, args, kwargs)
-    outputs = result[0] if isinstance(result[0], list) else [result[0]]
+    outputs = result[0]
+    if not isinstance(outputs, list):
+        outputs = [outputs]
     if outputs[0] is not None:
         setattr(outputs[0], _ACTION, (chunk, microbatch))
         for observer in in_force.observers:
@@ -184,7 +209,11 @@ def _forward(
 
 @PATCHES.row("trace.backward", f"{_SCHEDULES}:backward_step", of=_observed_stock)
 def _backward(
-    in_force: active.Active, call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    in_force: active.Active,
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Megatron does not record its own schedules' backward passes, which --trace needs."""
     # Megatron passes only the output that the backward pass starts from, which
@@ -193,7 +222,8 @@ def _backward(
     if isinstance(output, list):
         output = output[0]
     chunk, microbatch = getattr(output, _ACTION, (0, 0))
-    return _reported(in_force, call, _action("B", chunk, microbatch), args, kwargs)
+    action = _action("B", chunk, microbatch)
+    return _reported(in_force, call, action, args, kwargs)
 
 
 def _action(kind: Kind, chunk: int, microbatch: int) -> Action:
@@ -201,7 +231,11 @@ def _action(kind: Kind, chunk: int, microbatch: int) -> Action:
 
 
 def _reported(
-    in_force: active.Active, call: Call, action: Action, args: Args, kwargs: Kwargs
+    in_force: active.Active,
+    call: Call,
+    action: Action,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Run an action and report its start and end to observers."""
     for observer in in_force.observers:
@@ -214,7 +248,12 @@ def _reported(
 
 
 @PATCHES.row("trace.scalars", "megatron.training.training:training_log", when=is_chosen)
-def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _scalars(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron does not write the bubble, traffic or order to its TensorBoard and W&B writers."""
     # Use Megatron's own writers to put our values in the same run as the loss.
     from megatron.training import global_vars

@@ -31,7 +31,12 @@ PATCHES = PatchTable(when=_without_te)
 
 
 @PATCHES.row("attention.packed", f"{_ATTENTION}.forward")
-def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _attend(
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
     """Megatron supports packed sequences (--sft) only with Transformer Engine (AssertionError)."""
     # Query, key and value are `[t, heads, head_width]`; the result is `[t, heads * head_width]`.
     names = ("query", "key", "value", "attention_mask")
@@ -39,7 +44,9 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     packed = inputs.pop("packed_seq_params", None)
     if packed is None:
         return call(*args, **kwargs)
-    query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    query = inputs["query"]
+    key = inputs["key"]
+    value = inputs["value"]
     width = instance.hidden_size_per_partition
     num_tokens, num_heads = query.shape[:2]
     head_width = width // num_heads
@@ -62,11 +69,13 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     next_token = 0
     query_spans = sequences(packed, num_tokens)
     key_spans = sequences(packed, len(key), "kv")
-    for (begin, end), (key_begin, key_end) in zip(query_spans, key_spans, strict=True):
+    spans = zip(query_spans, key_spans, strict=True)
+    for (begin, end), (key_begin, key_end) in spans:
         # Tokens between sequences are padding; their output is 0.
         if begin > next_token:
             outputs.append(value.new_zeros(begin - next_token, width))
-        num_queries, num_keys = end - begin, key_end - key_begin
+        num_queries = end - begin
+        num_keys = key_end - key_begin
         mask = None
         if is_causal and num_keys != num_queries:
             mask = _mask_of_last_queries(num_queries, num_keys, query.device)
@@ -76,7 +85,8 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
             "value": value[key_begin:key_end].unsqueeze(1),
             "attention_mask": mask,
         }
-        outputs.append(call(**{**inputs, **sequence}).squeeze(1))
+        sequence_output = call(**{**inputs, **sequence})
+        outputs.append(sequence_output.squeeze(1))
         next_token = end
     if next_token < num_tokens or not outputs:
         outputs.append(value.new_zeros(num_tokens - next_token, width))
@@ -85,7 +95,8 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         output = torch.cat(outputs)
     if padding:
         by_head = output.unflatten(1, (num_heads, -1))
-        output = torch.nn.functional.pad(by_head, (0, padding)).flatten(1)
+        padded = torch.nn.functional.pad(by_head, (0, padding))
+        output = padded.flatten(1)
     return output
 
 
@@ -94,7 +105,8 @@ def _mask_of_last_queries(num_queries: int, num_keys: int, device: Any) -> Any:
     import torch
 
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    return mask.triu_(1 + num_keys - num_queries)[None, None]
+    first_masked_diagonal = 1 + num_keys - num_queries
+    return mask.triu_(first_masked_diagonal)[None, None]
 
 
 def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int, int]]:
@@ -110,11 +122,13 @@ def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int
     name = f"cu_seqlens_{of}"
     sums: list[int] = getattr(packed, name).tolist()
     padded_sums = getattr(packed, f"{name}_padded")
-    starts: list[int] = sums if padded_sums is None else padded_sums.tolist()
+    starts = sums
+    if padded_sums is not None:
+        starts = padded_sums.tolist()
     lengths = [after - before for before, after in pairwise(sums)]
-    spans = [
-        (start, start + length) for start, length in zip(starts, lengths, strict=False)
-    ]
+    spans = []
+    for start, length in zip(starts, lengths, strict=False):
+        spans.append((start, start + length))
     edges = [0, *chain.from_iterable(spans), num_tokens]
     if len(starts) != len(sums) or edges != sorted(edges):
         raise UserError(
@@ -127,7 +141,12 @@ def sequences(packed: Any, num_tokens: int, of: str = "q") -> Iterator[tuple[int
 
 
 @PATCHES.row("attention.head_widths", f"{_ATTENTION}.__init__", when=always)
-def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _accept_head_widths(
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     """Multi-latent attention passes k_channels and v_channels, but only TE accepts them."""
     kwargs = dict(kwargs)
     # The layer does not need k_channels, because the key width follows from the tensors.
@@ -147,7 +166,10 @@ def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -
     when=always,
 )
 def _norm_with_sequence_parallel(
-    call: Call, _instance: Any, args: Args, kwargs: Kwargs
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """The torch norm, the only one available without TE and Apex, rejects sequence parallelism."""
     # A norm acts on each token separately, so it can run on a split sequence. Only its
@@ -169,7 +191,12 @@ def _norm_with_sequence_parallel(
     "tensor_parallel.recompute_without_fp8",
     "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
 )
-def _without_fp8(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+def _without_fp8(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     """Megatron treats the default, fp8=False, as FP8, so --recompute-modules layernorm raises
     NameError.
     """
@@ -184,7 +211,12 @@ def _without_fp8(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None
     "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
     since=(0, 20),
 )
-def _is_none(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> bool:
+def _is_none(
+    _call: Call,
+    _instance: Any,
+    _args: Args,
+    _kwargs: Kwargs,
+) -> bool:
     """Without Transformer Engine, the classes are mocks, which isinstance rejects: no MTP layer."""
     return False
 

@@ -104,7 +104,10 @@ def first(causes: Sequence[Cause]) -> Cause | None:
     if not causes:
         return None
     earliest = min(causes, key=lambda cause: cause.precedence)
-    iterations = [cause.iteration for cause in causes if cause.iteration is not None]
+    iterations = []
+    for cause in causes:
+        if cause.iteration is not None:
+            iterations.append(cause.iteration)
     if earliest.iteration is None and iterations:
         # A rank that was killed or stopped reports nothing, but its peers were in the same step.
         earliest = replace(earliest, iteration=max(iterations))
@@ -121,29 +124,33 @@ def of_error(error: BaseException) -> Cause:
     elif isinstance(error, SystemExit) and isinstance(error.code, int | None):
         code = error.code or 0
     ending = Cause(
-        rank, "error", _words(error), time.time(), current_iteration(), code=code
+        rank,
+        "error",
+        _words(error),
+        time.time(),
+        current_iteration(),
+        code=code,
     )
     # The rank that failed first writes the reason into its own file.
     if isinstance(error, TransportError) or _is_consequence(error):
         return replace(ending, kind="effect")
     # Megatron stops a rank that has a rejected result with an exit code or a plain RuntimeError, so
     # the exception alone does not identify this case.
-    if (message := _rejected_result()) is not None:
-        return replace(
-            ending, kind="rejected", reason=message, order=_order_in_step(message)
-        )
+    message = _rejected_result()
+    if message is not None:
+        order = _order_in_step(message)
+        return replace(ending, kind="rejected", reason=message, order=order)
     if isinstance(error, HangError):
         # The watchdog uses the ranks of the current attempt.
-        if error.rank is None or str(error.rank) == os.environ.get("RANK", "0"):
+        current_rank = os.environ.get("RANK", "0")
+        if error.rank is None or str(error.rank) == current_rank:
             return replace(ending, kind="hang")
         # Blame the rank that the others are waiting for. It is still running, so it has
         # no exit code.
         return replace(ending, kind="hang", rank=error.rank, code=None)
     if isinstance(error, SystemExit):
-        if (
-            code in _RESULTS_REJECTED
-            and "megatron.core.rerun_state_machine" in sys.modules
-        ):
+        has_result_check = "megatron.core.rerun_state_machine" in sys.modules
+        if code in _RESULTS_REJECTED and has_result_check:
             reason = "Megatron's result check failed on another rank"
             return replace(ending, kind="effect", reason=reason)
         reason = _exit_words(error)
@@ -175,9 +182,11 @@ def left_while_loading(error: SystemExit) -> bool:
     Megatron does so if the checkpoint is missing (`--exit-on-missing-checkpoint`), damaged or of an
     unknown version. Rank 0 prints the reason before it exits.
     """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    place = frames[-1].f_globals.get("__name__") if frames else None
-    return not error.code and place == "megatron.training.checkpointing"
+    module = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        # The last frame is the innermost one.
+        module = frame.f_globals.get("__name__")
+    return not error.code and module == "megatron.training.checkpointing"
 
 
 def current_iteration() -> int | None:
@@ -211,12 +220,17 @@ def write(cause: Cause, callstack: str) -> None:
     # torchrun compares whole seconds, and reports the lowest of the ranks that exited within the
     # same second. Shift the time stamps so that a cause precedes its effects.
     shift_s = 1 if cause.kind == "effect" else -1
-    extra = {"py_callstack": callstack, "timestamp": str(int(cause.at) + shift_s)}
-    message = {"message": cause.reason, "extraInfo": extra}
+    timestamp_s = int(cause.at) + shift_s
+    extra = {
+        "py_callstack": callstack,
+        "timestamp": str(timestamp_s),
+    }
+    content = {
+        "message": {"message": cause.reason, "extraInfo": extra},
+        "cause": asdict(cause),
+    }
     with suppress(OSError):  # the disk may be full, which may be why the rank failed
-        files.write_text(
-            Path(path), json.dumps({"message": message, "cause": asdict(cause)})
-        )
+        files.write_text(Path(path), json.dumps(content))
 
 
 def read(folder: Path, survived: Sequence[int] = ()) -> list[Cause]:
@@ -227,14 +241,14 @@ def read(folder: Path, survived: Sequence[int] = ()) -> list[Cause]:
         survived: Local ranks whose loss the job survived, so they explain nothing.
     """
     causes = []
+    survived_names = [str(rank) for rank in survived]
     for path in folder.glob("*/attempt_0/*/error.json"):
-        if path.parent.name in map(str, survived):
+        if path.parent.name in survived_names:
             continue
         # Programs that were not started through this package write files in torch's own format.
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            causes.append(
-                from_json(json.loads(path.read_text(encoding="utf-8"))["cause"])
-            )
+            content = json.loads(path.read_text(encoding="utf-8"))
+            causes.append(from_json(content["cause"]))
     return causes
 
 
@@ -255,7 +269,8 @@ def _is_consequence(error: BaseException) -> bool:
     # In some releases of torch, DistBackendError and similar errors have no common
     # public base class.
     kind = type(error)
-    if kind.__module__.startswith("torch") and kind.__name__.startswith("Dist"):
+    is_torchs = kind.__module__.startswith("torch")
+    if is_torchs and kind.__name__.startswith("Dist"):
         return True
     if not isinstance(error, RuntimeError):
         return False
@@ -288,7 +303,8 @@ def _order_in_step(message: str) -> int:
     # had it first.
     groups: Any = sys.modules["megatron.core.parallel_state"]
     num_stages = groups.get_pipeline_model_parallel_world_size()
-    return int(num_stages - groups.get_pipeline_model_parallel_rank())
+    stage = groups.get_pipeline_model_parallel_rank()
+    return int(num_stages - stage)
 
 
 def _words(error: BaseException) -> str:
@@ -306,7 +322,8 @@ def _own_words(error: BaseException) -> str:
     message = str(error)
     if error.__traceback__ is not None:
         message = message_of(error)
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    stripped_lines = [line.strip() for line in message.splitlines()]
+    lines = [line for line in stripped_lines if line]
     # A DataLoader worker sends its whole traceback, whose last line contains the error.
     is_workers = any("Original Traceback" in line for line in lines)
     # In other messages, the first line contains the error: torch appends stacks and hints.
@@ -326,7 +343,9 @@ def _exit_words(error: SystemExit) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = ""
     if frames:
-        place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}"
+        innermost = frames[-1]
+        file_name = Path(innermost.filename).name
+        place = f" at {file_name}:{innermost.lineno}"
     words = f"sys.exit({error.code}){place}"
     if error.code is None:
         words = f"sys.exit(){place}"

@@ -14,4 +14,6 @@ class WholeErrorFile(ErrorHandler):
 
     def record_exception(self, e: BaseException) -> None:
         """Write the exception that stops this rank."""
-        cause.write(cause.of_error(e), "".join(traceback.format_exception(e)))
+        ending = cause.of_error(e)
+        callstack = "".join(traceback.format_exception(e))
+        cause.write(ending, callstack)

@@ -109,11 +109,12 @@ def report_interrupt() -> None:
     args = megatron_arguments()
     if args is not None and getattr(args, "curr_iteration", None):
         # Megatron updates `curr_iteration` when the next step starts, but saves before that.
-        saved = None if args.save is None else _last_saved(args.save)
+        saved = None
+        if args.save is not None:
+            saved = _last_saved(args.save)
         iteration = max(args.curr_iteration, saved or 0)
-        line = (
-            f"interrupted at iteration {iteration}; {to_resume(args.save, args.load)}"
-        )
+        how_to_resume = to_resume(args.save, args.load)
+        line = f"interrupted at iteration {iteration}; {how_to_resume}"
     sys.stderr.write(f"megatron_ext: {line}\n")
     sys.stderr.flush()
 
@@ -125,15 +126,16 @@ def to_resume(save: str | None, load: str | None) -> str:
     last = _last_saved(save)
     if last is None:
         return f"no checkpoint in {save} on this machine"
-    return f"checkpoint {last}; " + (
-        "run again to resume" if load else f"resume with --load {save}"
-    )
+    if load:
+        return f"checkpoint {last}; run again to resume"
+    return f"checkpoint {last}; resume with --load {save}"
 
 
 def _last_saved(save: str) -> int | None:
     """Return the iteration of the last complete checkpoint in a folder, if any."""
     try:
-        return int((Path(save) / "latest_checkpointed_iteration.txt").read_text())
+        text = (Path(save) / "latest_checkpointed_iteration.txt").read_text()
+        return int(text)
     except (OSError, ValueError):  # a `release` checkpoint has no number
         return None
 
@@ -175,8 +177,9 @@ def _is_first(line: str) -> bool:
     # All ranks on a host have the launcher's agent as their parent. The name includes
     # its id, so that a user's two jobs, or a job and its restart, do not silence each
     # other.
-    job = (os.getuid(), os.getppid(), os.environ.get("TORCHELASTIC_RUN_ID", ""), line)
-    digest = hashlib.sha256(repr(job).encode()).hexdigest()
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    name_parts = (os.getuid(), os.getppid(), run_id, line)
+    digest = hashlib.sha256(repr(name_parts).encode()).hexdigest()
     claim = socket.socket(socket.AF_UNIX)
     try:
         claim.bind(f"\0megatron_ext/{digest}")
@@ -190,9 +193,11 @@ def _is_first(line: str) -> bool:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         return True
+    folder_of_ranks = Path(error_file).parent.parent
+    line_in_json = json.dumps(line)
     with suppress(OSError):  # torchrun removes the folder once it has read it
-        for path in Path(error_file).parent.parent.glob("*/error.json"):
-            if json.dumps(line) in path.read_text():
+        for path in folder_of_ranks.glob("*/error.json"):
+            if line_in_json in path.read_text():
                 return False
     return True
 

@@ -28,6 +28,13 @@ _FACTORY = "ArgumentGroupFactory"
 # A list of numbers in Python's notation, with repetition: ([0]*3+[1]*1)*2.
 _PATTERN = re.compile(r"[\[\]()\d,*+\s]+")
 
+_SIMPLE_TYPES = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+}
+
 
 @dataclass(frozen=True)
 class MegatronFlag:
@@ -43,9 +50,11 @@ class MegatronFlag:
     @property
     def dest(self) -> str:
         """The attribute of the parsed arguments that the flag sets."""
-        return str(
-            self.keywords.get("dest") or self.names[0].lstrip("-").replace("-", "_")
-        )
+        dest = self.keywords.get("dest")
+        if dest:
+            return str(dest)
+        first_name = self.names[0].lstrip("-")
+        return first_name.replace("-", "_")
 
     def add_to(self, parser: ArgumentParser) -> None:
         """Add the flag to a parser, without its default."""
@@ -64,7 +73,8 @@ def megatron_flags() -> tuple[MegatronFlag, ...]:
         training = core.parent
     else:
         return ()
-    if not (training / "training" / "arguments.py").is_file():
+    arguments_file = training / "training" / "arguments.py"
+    if not arguments_file.is_file():
         return ()
     if core is None:
         return _read_flags(training, training)
@@ -78,10 +88,8 @@ def script_flags(script: Path) -> tuple[MegatronFlag, ...]:
         module = ast.parse(script.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return ()  # Python reports the problem when it runs the script
-    functions = {
-        node.name: node for node in module.body if isinstance(node, ast.FunctionDef)
-    }
-    return tuple(_added(module, _Converters(functions, None)))
+    converters = _Converters(_functions_of(module), None)
+    return tuple(_added(module, converters))
 
 
 @lru_cache(maxsize=2)
@@ -92,29 +100,36 @@ def _read_flags(training: Path, core: Path) -> tuple[MegatronFlag, ...]:
         training: The `megatron` folder that contains the training loop.
         core: The `megatron` folder that contains megatron.core; may be the same.
     """
-    module = ast.parse(
-        (training / "training" / "arguments.py").read_text(encoding="utf-8")
-    )
-    functions = {
-        node.name: node for node in module.body if isinstance(node, ast.FunctionDef)
-    }
+    arguments_file = training / "training" / "arguments.py"
+    module = ast.parse(arguments_file.read_text(encoding="utf-8"))
+    functions = _functions_of(module)
     classes = _Classes(training, core)
     flags: list[MegatronFlag] = []
     converters = _Converters(functions, classes)
     for name in _called_functions(functions["add_megatron_arguments"]):
         function = functions.get(name)
+        if function is None:
+            continue
         # Upstream's function for kitchen adds no flags if the package nvidia_kitchen is missing.
-        if function is None or (
-            "kitchen" in name and find_spec("nvidia_kitchen") is None
-        ):
+        if "kitchen" in name and find_spec("nvidia_kitchen") is None:
             continue
         flags += _added(function, converters)
         flags += _made_of_classes(function, classes)
     modelopt = training / "post_training" / "arguments.py"
     # Upstream's scripts add these flags if modelopt is installed.
     if find_spec("modelopt") is not None and modelopt.is_file():
-        flags += _added(ast.parse(modelopt.read_text(encoding="utf-8")), converters)
+        module = ast.parse(modelopt.read_text(encoding="utf-8"))
+        flags += _added(module, converters)
     return tuple(flags)
+
+
+def _functions_of(module: ast.Module) -> dict[str, ast.FunctionDef]:
+    """Return a module's functions, by name."""
+    functions: dict[str, ast.FunctionDef] = {}
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef):
+            functions[node.name] = node
+    return functions
 
 
 def _called_functions(function: ast.FunctionDef) -> list[str]:
@@ -128,29 +143,34 @@ def _called_functions(function: ast.FunctionDef) -> list[str]:
 def _added(scope: ast.AST, converters: _Converters) -> Iterator[MegatronFlag]:
     """Yield the flags that code adds through `add_argument` with literal names."""
     for node in ast.walk(scope):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        if not isinstance(node, ast.Call):
             continue
-        if node.func.attr != "add_argument":
+        method = node.func
+        if not isinstance(method, ast.Attribute) or method.attr != "add_argument":
             continue
         names = []
         for argument in node.args:
             name = _literal(argument)
             if isinstance(name, str) and name.startswith("--"):
                 names.append(name)
-        if names:
+        if not names:
+            continue
+        values: dict[str, ast.expr] = {}
+        for keyword in node.keywords:
             # Skip `**settings`, which has no keyword name and never sets the type.
-            values = {
-                keyword.arg: keyword.value for keyword in node.keywords if keyword.arg
-            }
-            keywords = _keywords(values, converters)
-            yield MegatronFlag(tuple(names), keywords, _literal(values.get("default")))
+            if keyword.arg:
+                values[keyword.arg] = keyword.value
+        keywords = _keywords(values, converters)
+        default = _literal(values.get("default"))
+        yield MegatronFlag(tuple(names), keywords, default)
 
 
 def _keywords(values: dict[str, ast.expr], converters: _Converters) -> dict[str, Any]:
     """Return the arguments of an `add_argument` call that decide how words are parsed."""
     keywords: dict[str, Any] = {}
     for name in ("dest", "nargs", "const", "choices"):
-        if (value := _literal(values.get(name))) is not None:
+        value = _literal(values.get(name))
+        if value is not None:
             keywords[name] = value
     action = values.get("action")
     if action is not None:
@@ -177,7 +197,9 @@ class _Converters:
     """Translates upstream's `type=` functions into argparse settings, without importing them."""
 
     def __init__(
-        self, functions: dict[str, ast.FunctionDef], classes: _Classes | None
+        self,
+        functions: dict[str, ast.FunctionDef],
+        classes: _Classes | None,
     ) -> None:
         self._functions = functions
         self._classes = classes
@@ -185,25 +207,30 @@ class _Converters:
     def keywords(self, converter: ast.expr) -> dict[str, Any]:
         """Return arguments of `add_argument` that accept the same words as a converter."""
         name = ast.unparse(converter)
-        if name in ("int", "float"):
-            return {"type": {"int": int, "float": float}[name]}
+        if name == "int":
+            return {"type": int}
+        if name == "float":
+            return {"type": float}
         if name == "tuple_type":
             return {"type": _integers}
         if name.endswith("_freq_type"):
             return {"type": _frequency}
-        text = ast.unparse(self._functions.get(name, converter))
+        definition = self._functions.get(name, converter)
+        text = ast.unparse(definition)
         member = re.search(r"\b([A-Z]\w+)\[\w+\]", text)
         if member is not None and self._classes is not None:
             # The choices are an enumeration's member names, or the words that the
             # function compares the value to.
             words = re.findall(r"[\"'](\w+)[\"']", text)
-            return {"type": str, "choices": [*self._classes.members(member[1]), *words]}
+            member_names = self._classes.members(member[1])
+            return {"type": str, "choices": [*member_names, *words]}
         # Treat bool as text too: argparse calls it on the word, so every non-empty word is valid.
         return {"type": str}
 
 
 def _integers(word: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in word.strip("()").split(","))
+    numbers = word.strip("()").split(",")
+    return tuple(int(number) for number in numbers)
 
 
 def _frequency(word: str) -> int | str:
@@ -217,28 +244,31 @@ class _Classes:
     """The dataclasses in Megatron's configuration, by name."""
 
     def __init__(self, training: Path, core: Path) -> None:
-        files = [*core.glob("core/**/*config.py"), *core.glob("core/*.py")]
+        files = list(core.glob("core/**/*config.py"))
+        files += core.glob("core/*.py")
         files.append(core / "core" / "transformer" / "enums.py")
         files += training.glob("training/*config.py")
         files += training.glob("training/config/*.py")
         self._files = [file for file in files if file.is_file()]
-        self._texts = {file: file.read_text(encoding="utf-8") for file in self._files}
+        self._texts: dict[Path, str] = {}
+        for file in self._files:
+            self._texts[file] = file.read_text(encoding="utf-8")
         self._parsed: dict[Path, dict[str, ast.ClassDef]] = {}
 
     def named(self, name: str) -> ast.ClassDef | None:
         """Return a class, reading the file that defines it; None if no file does."""
+        pattern = re.compile(rf"^class {re.escape(name)}\b", re.M)
         for file in self._files:
-            if (
-                re.search(rf"^class {re.escape(name)}\b", self._texts[file], re.M)
-                is None
-            ):
+            text = self._texts[file]
+            if pattern.search(text) is None:
                 continue
             # Parse files on demand, because most of them define no class with flags.
             if file not in self._parsed:
-                self._parsed[file] = {}
-                for node in ast.parse(self._texts[file]).body:
+                definitions: dict[str, ast.ClassDef] = {}
+                for node in ast.parse(text).body:
                     if isinstance(node, ast.ClassDef):
-                        self._parsed[file][node.name] = node
+                        definitions[node.name] = node
+                self._parsed[file] = definitions
             return self._parsed[file].get(name)
         return None
 
@@ -251,9 +281,12 @@ class _Classes:
         # As in `dataclasses`, the fields of base classes come first, and a redefined
         # field keeps its place.
         for base in definition.bases:
-            fields |= self.fields(ast.unparse(base))
+            base_name = ast.unparse(base)
+            fields |= self.fields(base_name)
         for node in definition.body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            if not isinstance(node, ast.AnnAssign):
+                continue
+            if isinstance(node.target, ast.Name):
                 fields[node.target.id] = node
         return fields
 
@@ -266,29 +299,37 @@ class _Classes:
             return []
         names = []
         for node in definition.body:
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                names.append(node.targets[0].id)
+            if not isinstance(node, ast.Assign):
+                continue
+            member = node.targets[0]
+            if isinstance(member, ast.Name):
+                names.append(member.id)
         return names
 
 
 def _made_of_classes(
-    function: ast.FunctionDef, classes: _Classes
+    function: ast.FunctionDef,
+    classes: _Classes,
 ) -> Iterator[MegatronFlag]:
     """Yield the flags that a function creates from dataclass fields."""
     # Upstream stores the names of excluded fields in a variable before it calls the factory.
     lists: dict[str, Any] = {}
     for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            lists[node.targets[0].id] = _literal(node.value)
-    for node in ast.walk(function):
-        if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith(
-            _FACTORY
-        ):
+        if not isinstance(node, ast.Assign):
             continue
-        if not node.args or not isinstance(node.args[0], ast.Name):
+        variable = node.targets[0]
+        if isinstance(variable, ast.Name):
+            lists[variable.id] = _literal(node.value)
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        callee = ast.unparse(node.func)
+        class_name = node.args[0]
+        if not callee.startswith(_FACTORY) or not isinstance(class_name, ast.Name):
             continue
         excluded = _excluded(node, lists)
-        for name, field in classes.fields(node.args[0].id).items():
+        fields = classes.fields(class_name.id)
+        for name, field in fields.items():
             if name in excluded:
                 continue
             flag = _of_field(name, field, classes)
@@ -303,25 +344,32 @@ def _excluded(call: ast.Call, lists: Mapping[str, Any]) -> Sequence[str]:
     """
     excluded: Sequence[str] = ()
     for keyword in call.keywords:
-        if keyword.arg == "exclude" and isinstance(keyword.value, ast.Name):
+        if keyword.arg != "exclude":
+            continue
+        if isinstance(keyword.value, ast.Name):
             excluded = lists[keyword.value.id]
-        elif keyword.arg == "exclude":
+        else:
             excluded = _literal(keyword.value)
     return excluded
 
 
 def _of_field(
-    name: str, field: ast.AnnAssign, classes: _Classes
+    name: str,
+    field: ast.AnnAssign,
+    classes: _Classes,
 ) -> MegatronFlag | None:
     """Return the flag that upstream creates from a field, or None if the field has `init=False`."""
     default = _literal(field.value)
     metadata = dict[str, Any]()
     if isinstance(field.value, ast.Call):
-        arguments = {keyword.arg: keyword.value for keyword in field.value.keywords}
+        arguments: dict[str | None, ast.expr] = {}
+        for keyword in field.value.keywords:
+            arguments[keyword.arg] = keyword.value
         default = _literal(arguments.get("default"))
         if _literal(arguments.get("init")) is False:
             return None
-        metadata = (_literal(arguments.get("metadata")) or {}).get("argparse_meta", {})
+        field_metadata = _literal(arguments.get("metadata")) or {}
+        metadata = field_metadata.get("argparse_meta", {})
     keywords: dict[str, Any] = {
         "dest": name,
         **_keywords_of_type(field.annotation, classes),
@@ -333,12 +381,15 @@ def _of_field(
         # Upstream's factory gives a field that is true by default only flags that turn it off.
         if default is not False:
             names = [f"no_{name}", f"disable_{name}"]
-    flags = tuple(f"--{spelling.replace('_', '-')}" for spelling in names)
+    flags = [f"--{spelling.replace('_', '-')}" for spelling in names]
+    flags = metadata.get("arg_names", flags)
     # A field's metadata overrides what its type implies, as in upstream's factory.
-    keywords |= {key: value for key, value in metadata.items() if key != "arg_names"}
+    for key, value in metadata.items():
+        if key != "arg_names":
+            keywords[key] = value
     default = keywords.pop("default", default)
     keywords.pop("help", None)
-    return MegatronFlag(tuple(metadata.get("arg_names", flags)), keywords, default)
+    return MegatronFlag(tuple(flags), keywords, default)
 
 
 def _keywords_of_type(annotation: ast.expr, classes: _Classes) -> dict[str, Any]:
@@ -347,7 +398,8 @@ def _keywords_of_type(annotation: ast.expr, classes: _Classes) -> dict[str, Any]
         return _keywords_of_type(annotation.left, classes)
     name = ast.unparse(annotation)
     if isinstance(annotation, ast.Subscript):
-        name = ast.unparse(annotation.value).rpartition(".")[2]
+        qualified_name = ast.unparse(annotation.value)
+        name = qualified_name.rpartition(".")[2]
         if name == "Literal":
             choices = _literal(annotation.slice)
             if not isinstance(choices, tuple):
@@ -357,9 +409,8 @@ def _keywords_of_type(annotation: ast.expr, classes: _Classes) -> dict[str, Any]
         if name in ("list", "List"):
             inner["nargs"] = "+"
         return inner
-    simple = {"int": int, "float": float, "str": str, "bool": bool}.get(name)
-    if simple is not None:
-        return {"type": simple}
+    if name in _SIMPLE_TYPES:
+        return {"type": _SIMPLE_TYPES[name]}
     members = classes.members(name)
     if not members:
         return {"type": str}

@@ -58,7 +58,9 @@ def die_with_parent(agent_pid: int | None = None) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have exited before the call, in which case no signal follows. Check
     # that the agent is still among the ancestors.
-    if agent_pid not in [parent.pid for parent in psutil.Process().parents()]:
+    ancestors = psutil.Process().parents()
+    ancestor_pids = [ancestor.pid for ancestor in ancestors]
+    if agent_pid not in ancestor_pids:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -99,6 +101,8 @@ def _prctl(option: int, argument: int) -> None:
 
     # Python has no prctl, but libc is already loaded.
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
+    # The function is variadic, so without `c_ulong` ctypes would pass an int.
+    status = libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0)
+    if status != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl({option}) failed: {os.strerror(error)}")

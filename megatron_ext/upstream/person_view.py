@@ -85,8 +85,8 @@ class PersonView:
             return shown
         # The line may continue the message of the last error. Without torch's prefix, it may also
         # be an ordinary log line, and the two cannot be told apart.
-        is_rest = self._after_error.get(source) == is_marked
-        if is_rest and line and not _TORCHRUNS_LOG.match(line):
+        continues_error = self._after_error.get(source) == is_marked
+        if continues_error and line and not _TORCHRUNS_LOG.match(line):
             return [line]
         return []
 
@@ -94,7 +94,8 @@ class PersonView:
         """Return the tracebacks whose last line was not recognised, without duplicates."""
         unfinished: dict[str, list[str]] = {}
         for lines in self._tracebacks.values():
-            unfinished[_numberless("\n".join(lines))] = lines
+            text = _numberless("\n".join(lines))
+            unfinished[text] = lines
         self._tracebacks.clear()
         shown: list[str] = []
         for lines in unfinished.values():
@@ -110,13 +111,15 @@ class PersonView:
     def _traceback(self, line: str, source: str) -> list[str]:
         lines = self._tracebacks[source]
         lines.append(line)
-        if line[:1].strip() == "" or not _LAST_OF_TRACEBACK.match(line):
+        is_indented = line[:1].strip() == ""
+        if is_indented or not _LAST_OF_TRACEBACK.match(line):
             return []
         del self._tracebacks[source]
         # torchrun's report adds nothing to a rank's error, but it is the only error if a rank is
         # killed.
         is_torchruns = any(name in line for name in _TORCHRUNS_ERRORS)
-        if (is_torchruns and self.failed) or not self._once(_numberless(line)):
+        is_redundant = is_torchruns and self.failed
+        if is_redundant or not self._once(_numberless(line)):
             self._after_error.pop(source, None)
             return []
         self.failed = True
@@ -143,11 +146,13 @@ class PersonView:
             name, separator, value = part.strip().partition(": ")
             if separator:
                 fields[name] = value
-        parts = [f"iteration {iteration:>{len(last)}}/{last}"]
+        width = len(last)
+        parts = [f"iteration {iteration:>{width}}/{last}"]
         try:
             parts += self._numbers_of_step(fields)
         except ValueError:  # the script's own line, with words instead of numbers
-            return [match.string[match.start() :].strip()]
+            line = match.string[match.start() :]
+            return [line.strip()]
         if self._bubble is not None:
             parts.append(f"bubble {self._bubble} %")
             self._bubble = None
@@ -164,8 +169,9 @@ class PersonView:
         if elapsed_ms:
             parts.append(f"{elapsed_ms:,.0f} ms")
         if elapsed_ms and self._seq_length and "global batch size" in fields:
-            tokens = int(fields["global batch size"]) * self._seq_length
-            parts.append(f"{1000 * tokens / elapsed_ms:,.0f} tokens/s")
+            num_samples = int(fields["global batch size"])
+            num_tokens = num_samples * self._seq_length
+            parts.append(f"{1000 * num_tokens / elapsed_ms:,.0f} tokens/s")
         for name, short in (
             ("throughput per GPU (TFLOP/s/GPU)", "TFLOP/s per GPU"),
             ("number of skipped iterations", "skipped"),
@@ -176,9 +182,10 @@ class PersonView:
         return parts
 
     def _validation(self, match: re.Match[str]) -> list[str]:
-        losses = [_loss(name, value) for name, value in _VALUE.findall(match[3])]
+        iteration, split, text = match.groups()
+        losses = [_loss(name, value) for name, value in _VALUE.findall(text)]
         return [
-            f"{match[2] or 'validation'} at iteration {match[1]}: {'  '.join(losses)}"
+            f"{split or 'validation'} at iteration {iteration}: {'  '.join(losses)}"
         ]
 
     def _note_bubble(self, match: re.Match[str]) -> list[str]:
@@ -223,7 +230,9 @@ class PersonView:
         return self._once(f"training {num_parameters / 1e6:,.1f} million parameters")
 
     def _stage(self, match: re.Match[str]) -> list[str]:
-        return self._once(_STAGES[match.re.pattern].format(*match.groups()))
+        template = _STAGES[match.re.pattern]
+        text = template.format(*match.groups())
+        return self._once(text)
 
 
 # Megatron's lines that are shown in short form when they first appear.
@@ -283,12 +292,20 @@ def _numberless(text: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Show standard input in short form; `--log FILE` keeps every line and `--raw` shows them."""
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_ext.upstream.person_view", description=main.__doc__
+        prog="python -m megatron_ext.upstream.person_view",
+        description=main.__doc__,
     )
     parser.add_argument(
-        "--log", type=Path, metavar="FILE", help="write every line to FILE"
+        "--log",
+        type=Path,
+        metavar="FILE",
+        help="write every line to FILE",
     )
-    parser.add_argument("--raw", action="store_true", help="show every line unchanged")
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="show every line unchanged",
+    )
     options = parser.parse_args(argv)
     is_stopped = False
 

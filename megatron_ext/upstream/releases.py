@@ -41,19 +41,29 @@ class Reference(NamedTuple):
 
 REFERENCES: dict[Release, Reference] = {
     (0, 16): Reference(
-        "0.16.1", "core_v0.16.1", "55ac7082517c3878ae653c07c09c534b8aed49f6"
+        "0.16.1",
+        "core_v0.16.1",
+        "55ac7082517c3878ae653c07c09c534b8aed49f6",
     ),
     (0, 17): Reference(
-        "0.17.1", "core_v0.17.1", "266f1c97dca477ca8b92c16087506da2000b0b84"
+        "0.17.1",
+        "core_v0.17.1",
+        "266f1c97dca477ca8b92c16087506da2000b0b84",
     ),
     (0, 18): Reference(
-        "0.18.2", "core_v0.18.2", "571370c829ca768fe37244f4e2e7f28d8accc4ab"
+        "0.18.2",
+        "core_v0.18.2",
+        "571370c829ca768fe37244f4e2e7f28d8accc4ab",
     ),
     (0, 19): Reference(
-        "0.19.2", "core_v0.19.0", "5be9626709af2722333bf54797c954c09edeada3"
+        "0.19.2",
+        "core_v0.19.0",
+        "5be9626709af2722333bf54797c954c09edeada3",
     ),
     (0, 20): Reference(
-        "0.20.0", "core_v0.20.0", "d98e8a64ddf34856e74b24714e3bedb2f5a39553"
+        "0.20.0",
+        "core_v0.20.0",
+        "d98e8a64ddf34856e74b24714e3bedb2f5a39553",
     ),
 }
 """Minor release -> its reference, oldest first."""
@@ -66,7 +76,10 @@ _TRAINING_SINCE: Release = (0, 17)
 def parse_release(version: str) -> Release | None:
     """Return a version's major and minor numbers, or None if it has no such numbers."""
     match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else None
+    if match is None:
+        return None
+    major, minor = match.groups()
+    return int(major), int(minor)
 
 
 def written_version(core: Path) -> str | None:
@@ -91,12 +104,16 @@ def installed_core() -> Path | None:
         distribution = metadata.distribution("megatron-core")
     except metadata.PackageNotFoundError:
         return None
-    core = Path(str(distribution.locate_file("megatron/core")))
+    located = distribution.locate_file("megatron/core")
+    core = Path(str(located))
     about = json.loads(distribution.read_text("direct_url.json") or "{}")
     if not core.is_dir() and about.get("dir_info", {}).get("editable"):
         # `pip install -e` on a tree installs an import finder instead of the files.
-        core = Path(url2pathname(urlsplit(about["url"]).path)) / "megatron" / "core"
-    return core if os.access(core / "__init__.py", os.R_OK) else None
+        url_path = urlsplit(about["url"]).path
+        tree = Path(url2pathname(url_path))
+        core = tree / "megatron" / "core"
+    is_readable = os.access(core / "__init__.py", os.R_OK)
+    return core if is_readable else None
 
 
 def core_version() -> str | None:
@@ -111,10 +128,11 @@ def core_version() -> str | None:
     if info is not None:
         return str(info.__version__).partition("+")[0]
     core = installed_core()
-    # Search in import order. An empty entry means the current folder.
-    places = [Path(entry or ".") / "megatron" / "core" for entry in sys.path]
     if core is not None:
         places = [core]
+    else:
+        # Search in import order. An empty entry means the current folder.
+        places = [Path(entry or ".") / "megatron" / "core" for entry in sys.path]
     for place in places:
         if version := written_version(place):
             return version
@@ -168,15 +186,16 @@ def check_core() -> None:
     """
     # NVIDIA's `megatron` is a namespace package without this file. A file here belongs to another
     # package on the package index that is also named `megatron`.
-    files = (Path(entry or ".") / "megatron" / "__init__.py" for entry in sys.path)
-    # Do not use Path.is_file(), which raises inside a folder without access permission.
-    package = next((file.resolve() for file in files if os.access(file, os.R_OK)), None)
-    if package is not None:
-        raise UserError(
-            f"{package} belongs to the package `megatron` from the package index, which is not "
-            "NVIDIA's and hides megatron-core; pip uninstall megatron, then pip install "
-            f"--force-reinstall --no-deps 'megatron-core{SUPPORTED}'"
-        )
+    for entry in sys.path:
+        file = Path(entry or ".") / "megatron" / "__init__.py"
+        # Do not use Path.is_file(), which raises inside a folder without access permission.
+        if os.access(file, os.R_OK):
+            package = file.resolve()
+            raise UserError(
+                f"{package} belongs to the package `megatron` from the package index, which is not "
+                "NVIDIA's and hides megatron-core; pip uninstall megatron, then pip install "
+                f"--force-reinstall --no-deps 'megatron-core{SUPPORTED}'"
+            )
     version = core_version()
     if version is None:
         raise UserError(

@@ -33,7 +33,8 @@ def find_script(script: str) -> Path | None:
             return tree / script
     version = releases.core_version()
     release = releases.installed_release()
-    if script == "pretrain_bert.py" and release is not None and release >= (0, 18):
+    is_without_bert = release is not None and release >= (0, 18)
+    if script == "pretrain_bert.py" and is_without_bert:
         raise UserError(
             f"megatron-core {version} has no {script}; Megatron includes BERT only up to 0.17: pip "
             "install 'megatron-core>=0.16,<0.18', then `megatron-ext upstream fetch`"
@@ -64,22 +65,27 @@ def is_megatrons(script: str) -> bool:
         return upstream.is_tree(path.resolve().parent)
     # The script may be missing on this machine, because the job may run on another one.
     tree = upstream.find_tree()
-    return path.name.startswith("pretrain_") or (
-        tree is not None and (tree / script).is_file()
-    )
+    if path.name.startswith("pretrain_"):
+        return True
+    return tree is not None and (tree / script).is_file()
 
 
 def is_pretraining(script: str) -> bool:
     """Return whether a script is one of Megatron-LM's training scripts, rather than a tool."""
-    return Path(script).name.startswith("pretrain_") and is_megatrons(script)
+    file_name = Path(script).name
+    return file_name.startswith("pretrain_") and is_megatrons(script)
 
 
 def _hint(script: Path, tree: Path | None = None) -> str:
     """Return a hint that names a similar script, or an empty string."""
-    folders = [script.parent] if tree is None else [script.parent, tree]
+    folders = [script.parent]
+    if tree is not None:
+        folders.append(tree)
     names = {"pretrain_gpt.py"}
     for folder in folders:
         if folder.is_dir():
             names |= {path.name for path in folder.glob("*.py")}
-    alike = get_close_matches(script.name, sorted(names), 1, 0.8)
-    return f"; did you mean {alike[0]}?" if alike else ""
+    alike = get_close_matches(script.name, sorted(names), n=1, cutoff=0.8)
+    if not alike:
+        return ""
+    return f"; did you mean {alike[0]}?"

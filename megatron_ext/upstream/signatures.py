@@ -20,8 +20,10 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 @cache
 def parameters(place: str) -> tuple[str, ...]:
     """Return the parameter names of `module:function`, in order."""
-    module, _, name = place.partition(":")
-    return tuple(inspect.signature(getattr(import_module(module), name)).parameters)
+    module_name, _, name = place.partition(":")
+    module = import_module(module_name)
+    function = getattr(module, name)
+    return tuple(inspect.signature(function).parameters)
 
 
 def megatron_arguments() -> Any:
@@ -39,13 +41,20 @@ def backward_step_of(model: Any, config: Any) -> Callable[[Any, Any, Any], Any]:
     step = import_module(_SCHEDULES).backward_step
     if not _takes_model_type():
         return lambda inputs, outputs, gradients: step(
-            inputs, outputs, gradients, config
+            inputs,
+            outputs,
+            gradients,
+            config,
         )
     # 0.16 also takes the model type, which is stored below the model's wrappers. Look
     # it up once per model, because a step can have thousands of backward passes.
     model_type = import_module("megatron.core.utils").get_model_type(model)
     return lambda inputs, outputs, gradients: step(
-        inputs, outputs, gradients, model_type, config
+        inputs,
+        outputs,
+        gradients,
+        model_type,
+        config,
     )
 
 
@@ -57,27 +66,30 @@ def _takes_model_type() -> bool:
 def needed_of_models() -> tuple[str, ...]:
     """Return the attributes of a model that Megatron's forward and backward steps read."""
     needed = "config", "set_input_tensor"
-    return (*needed, "model_type") if _takes_model_type() else needed
+    if _takes_model_type():
+        return (*needed, "model_type")
+    return needed
 
 
 def default_groups() -> Any:
     """Return the process groups that Megatron's schedules use if the caller passes none."""
     # This function was added in 0.19. Before that, each of Megatron's schedules
     # contained the code below.
-    build = getattr(import_module(_SCHEDULES), "_build_default_pg_collection", None)
+    schedules = import_module(_SCHEDULES)
+    build = getattr(schedules, "_build_default_pg_collection", None)
     if build is not None:
         return build()
     state = import_module("megatron.core.parallel_state")
-    groups = import_module(
-        "megatron.core.process_groups_config"
-    ).ProcessGroupCollection()
+    groups_module = import_module("megatron.core.process_groups_config")
+    groups = groups_module.ProcessGroupCollection()
     groups.tp = state.get_tensor_model_parallel_group()
     groups.cp = state.get_context_parallel_group()
     groups.pp = state.get_pipeline_model_parallel_group()
     groups.embd = state.get_embedding_group(check_initialized=False)
     groups.pos_embd = state.get_position_embedding_group(check_initialized=False)
     groups.dp_cp = state.get_data_parallel_group(
-        with_context_parallel=True, partial_data_parallel=False
+        with_context_parallel=True,
+        partial_data_parallel=False,
     )
     # If the router has a bias per expert, Megatron sums the tokens per expert over this group.
     groups.tp_dp_cp = state.get_tensor_and_data_parallel_group(

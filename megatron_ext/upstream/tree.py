@@ -43,8 +43,9 @@ def cache_dir() -> Path:
 def is_tree(path: Path) -> bool:
     """Return whether a directory is a Megatron-LM source tree; site-packages has no scripts."""
     training = path / "megatron" / "training" / "__init__.py"
+    script = path / "pretrain_gpt.py"
     # Do not use Path.is_file(), which raises inside a folder without access permission.
-    return os.access(training, os.R_OK) and os.access(path / "pretrain_gpt.py", os.R_OK)
+    return os.access(training, os.R_OK) and os.access(script, os.R_OK)
 
 
 def find_tree() -> Path | None:
@@ -67,7 +68,11 @@ def find_tree() -> Path | None:
             )
         return path
     candidates = [Path(entry or ".").resolve() for entry in sys.path]
-    return next((path for path in [*candidates, cache_dir()] if is_tree(path)), None)
+    candidates.append(cache_dir())
+    for candidate in candidates:
+        if is_tree(candidate):
+            return candidate
+    return None
 
 
 def setting_names() -> frozenset[str]:
@@ -137,9 +142,8 @@ def ignored_sources(core: Path) -> str | None:
         return None
     # `fetch` gets the release's first tag, but the installed patch release may be
     # later.
-    is_other_version = releases.written_version(in_tree) != releases.written_version(
-        core
-    )
+    version_in_tree = releases.written_version(in_tree)
+    is_other_version = version_in_tree != releases.written_version(core)
     if tree == cache_dir() and is_other_version:
         return None
     differing = []
@@ -209,11 +213,19 @@ def tree_status(tree: Path) -> tuple[str, str | None, list[str]]:
             problems.append(
                 f"commit is {commit[:12]}, expected {expected[:12]} ({tag})"
             )
-        changes = (
-            _git(tree, "status", "--porcelain", "--untracked-files=no", "--", "*.py")
-            or ""
+        changes = _git(
+            tree,
+            "status",
+            "--porcelain",
+            "--untracked-files=no",
+            "--",
+            "*.py",
         )
-        problems += [f"{line[2:].strip()} is modified" for line in changes.splitlines()]
+        if changes is not None:
+            # Two characters that say how the file changed precede its path; `_git` may have
+            # stripped the first of them, a space, from the first line.
+            for line in changes.splitlines():
+                problems.append(f"{line[2:].strip()} is modified")
     return version, commit, problems
 
 
@@ -316,9 +328,10 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
             f"mirror with --url"
         ) from None
     except subprocess.CalledProcessError as error:
-        last = (error.stderr or "").strip().splitlines()[-1:] or ["no output"]
+        lines = (error.stderr or "").strip().splitlines()
+        reason = lines[-1] if lines else "no output"
         raise UserError(
-            f"git could not fetch {tag} from {url}: {last[0]}. Check the network, or choose a "
+            f"git could not fetch {tag} from {url}: {reason}. Check the network, or choose a "
             f"mirror with --url, or set MEGATRON_LM_PATH to an existing checkout"
         ) from None
     finally:
