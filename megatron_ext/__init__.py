@@ -77,7 +77,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_MODULE_OF[name])
     # `routes` is itself a module. All other names are attributes of their modules.
-    return module if module.__name__.endswith(f".{name}") else getattr(module, name)
+    if module.__name__.endswith(f".{name}"):
+        return module
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

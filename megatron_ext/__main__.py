@@ -34,7 +34,8 @@ def _record(script: str, argv: list[str]) -> int:
 
     from megatron_ext.upstream.error_file import WholeErrorFile
 
-    return record(runner.run, WholeErrorFile())(script, argv) or 0
+    run = record(runner.run, WholeErrorFile())
+    return run(script, argv) or 0
 
 
 if __name__ == "__main__":

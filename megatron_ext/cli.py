@@ -63,10 +63,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser that reports errors in one line, in this package's style."""
 
     def error(self, message: str) -> NoReturn:
-        print(
-            f"megatron-ext: error: {line_of(parser_line(self, message))}",
-            file=sys.stderr,
-        )
+        line = line_of(parser_line(self, message))
+        print(f"megatron-ext: error: {line}", file=sys.stderr)
         raise SystemExit(2)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -94,8 +92,10 @@ def _overview(commands: dict[str, str]) -> str:
         lines += ["", f"{group} ({page}):"]
         for name, example in examples.items():
             if name in commands:
-                lines += [f"  {name:<11}{commands[name]}", f"{'':13}$ {example}"]
-    return "\n".join([*lines, "", "`megatron-ext COMMAND --help` shows its flags."])
+                lines.append(f"  {name:<11}{commands[name]}")
+                lines.append(f"{'':13}$ {example}")
+    lines += ["", "`megatron-ext COMMAND --help` shows its flags."]
+    return "\n".join(lines)
 
 
 def lacking(error: ModuleNotFoundError) -> str:
@@ -104,7 +104,9 @@ def lacking(error: ModuleNotFoundError) -> str:
     # The package is not on any index yet. When running from a checkout, recommend
     # installing that checkout.
     is_checkout = (checkout / "pyproject.toml").is_file()
-    package = f"-e {shlex.quote(str(checkout))}" if is_checkout else "megatron-ext"
+    package = "megatron-ext"
+    if is_checkout:
+        package = f"-e {shlex.quote(str(checkout))}"
     return (
         f"{sys.executable} has no {error.name}; run in the environment where megatron_ext is "
         f"installed, or `{sys.executable} -m pip install {package}`"
@@ -193,7 +195,8 @@ def _run_patches(args: argparse.Namespace) -> int:
         names = "id target kind feature order state intact active drift reason releases required"
         listed = []
         for row in rows:
-            listed.append({name: getattr(row, name) for name in names.split()})
+            fields = {name: getattr(row, name) for name in names.split()}
+            listed.append(fields)
         print(json.dumps(listed, indent=1))
         return 0
     if args.action == "list":
@@ -206,13 +209,12 @@ def _run_patches(args: argparse.Namespace) -> int:
         print(line)
     # A pending row could not be checked, because its module cannot be imported here.
     rows = [row for row in rows if row.state != "other release"]
-    checked = sum(row.state != "pending" for row in rows)
-    note = (
-        f", {len(rows) - checked} not checked (no {', '.join(absent)})"
-        if absent
-        else ""
-    )
-    print(f"{checked} patches checked{note}: {len(problems)} problems")
+    num_checked = sum(row.state != "pending" for row in rows)
+    note = ""
+    if absent:
+        num_unchecked = len(rows) - num_checked
+        note = f", {num_unchecked} not checked (no {', '.join(absent)})"
+    print(f"{num_checked} patches checked{note}: {len(problems)} problems")
     return 1 if problems else 0
 
 
@@ -267,7 +269,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-ext: error: {line_of(error)}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _REQUIRED:
+        package = (error.name or "").partition(".")[0]
+        if package not in _REQUIRED:
             raise
         print(f"megatron-ext: error: {lacking(error)}", file=sys.stderr)
         return 2
@@ -283,7 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         # Python flushes the buffered output again at exit, and that must not fail a
         # second time.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, 1)
         print(
             f"megatron-ext: error: standard output: {error.strerror}", file=sys.stderr
         )

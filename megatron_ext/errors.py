@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 _MAX_WORD = 200  # characters
 _MAX_LINE = 2000  # characters
+_LONG_WORD = re.compile(rf"\S{{{_MAX_WORD + 1},}}")
 
 
 Wording = Callable[[str, str], str]
@@ -57,11 +58,14 @@ class MegatronExtError(Exception):
 
     def __reduce__(self) -> tuple[Callable[..., MegatronExtError], tuple[object, ...]]:
         """Support copy and pickle without calling the constructor, which may not accept `args`."""
-        return _restored, (type(self), self.args, vars(self))
+        arguments = type(self), self.args, vars(self)
+        return _restored, arguments
 
 
 def _restored(
-    cls: type[MegatronExtError], args: tuple[object, ...], state: Mapping[str, object]
+    cls: type[MegatronExtError],
+    args: tuple[object, ...],
+    state: Mapping[str, object],
 ) -> MegatronExtError:
     error = cls.__new__(cls)
     error.args = args
@@ -93,7 +97,8 @@ class ConfigurationError(ArgumentsError):
 
     def worded(self, wording: Wording) -> str:
         """Return the message with settings written the way the reader knows them."""
-        return self.template.format_map(_Settings(wording, self.values))
+        settings = _Settings(wording, self.values)
+        return self.template.format_map(settings)
 
 
 class DataError(UserError):
@@ -173,7 +178,9 @@ def shortened(text: str, limit: int = _MAX_WORD) -> str:
     if len(text) <= limit:
         return text
     half = limit // 2
-    return f"{text[:half]}...({len(text)} characters)...{text[-half:]}"
+    beginning = text[:half]
+    end = text[-half:]
+    return f"{beginning}...({len(text)} characters)...{end}"
 
 
 def line_of(message: object) -> str:
@@ -182,20 +189,26 @@ def line_of(message: object) -> str:
     Long words are shortened and control characters are escaped.
     """
     # Messages quote file names and text from peers, which may contain terminal control sequences.
-    words = re.sub(
-        rf"\S{{{_MAX_WORD + 1},}}", lambda match: shortened(match[0]), str(message)
-    )
+    words = _LONG_WORD.sub(lambda match: shortened(match[0]), str(message))
     text = shortened(words, _MAX_LINE)
     characters = []
     for character in text:
-        is_shown = character.isprintable() or character == "\n"
-        characters.append(character if is_shown else repr(character)[1:-1])
+        if character.isprintable() or character == "\n":
+            characters.append(character)
+        else:
+            in_quotes = repr(character)
+            characters.append(in_quotes[1:-1])
     return "".join(characters)
 
 
 def reworded(message: str, wording: Wording) -> str:
     """Return a message with each `--flag` and `--flag=value` worded for the reader."""
-    return _SETTING.sub(lambda setting: wording(setting[1], setting[2] or ""), message)
+
+    def worded(match: re.Match[str]) -> str:
+        flag, value = match.groups()
+        return wording(flag, value or "")
+
+    return _SETTING.sub(worded, message)
 
 
 # argparse has no error codes, so errors can only be recognised by their text.
@@ -212,17 +225,24 @@ def parser_line(parser: ArgumentParser, message: str) -> str:
     see_help = f"see {parser.prog} --help"
     if match := _INVALID_VALUE.fullmatch(message):
         name, kind, value = match.groups()
-        remedies = {"int": "it must be a whole number", "float": "it must be a number"}
+        remedies = {
+            "int": "it must be a whole number",
+            "float": "it must be a number",
+        }
         return f"{name} is {value}; {remedies.get(kind, see_help)}"
     if match := _INVALID_CHOICE.fullmatch(message):
         name, value = match.groups()
         return _invalid_choice(parser, name, value)
     if match := _MISSING.fullmatch(message):
-        names = [name.partition("/")[0] for name in match[1].split(", ")]
+        names = []
+        for spellings in match[1].split(", "):
+            first_spelling, _, _ = spellings.partition("/")
+            names.append(first_spelling)
         verb = "are" if len(names) > 1 else "is"
         return f"{', '.join(names)} {verb} missing; {see_help}"
     if match := _UNKNOWN.fullmatch(message):
-        return _unknown_arguments(parser, match[1].split(), see_help)
+        words = match[1].split()
+        return _unknown_arguments(parser, words, see_help)
     # Show any other text unchanged: a newer Python may word its errors differently.
     return f"{message.removeprefix('argument ')}; {see_help}"
 
@@ -236,12 +256,16 @@ def _invalid_choice(parser: ArgumentParser, name: str, value: str) -> str:
         names = ["/".join(action.option_strings), *action.option_strings]
         names.append(str(action.metavar or action.dest))
         if name in names:
-            choices = [
-                str(getattr(choice, "name", choice)) for choice in action.choices or ()
-            ]
+            for choice in action.choices or ():
+                # An enumeration's members are shown by name.
+                text = getattr(choice, "name", choice)
+                choices.append(str(text))
             break
-    close = get_close_matches(value, choices, 1)
-    hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(choices)}"
+    close = get_close_matches(value, choices, n=1)
+    if close:
+        hint = f"did you mean {close[0]}?"
+    else:
+        hint = f"use one of {', '.join(choices)}"
     kind = f"value of {name}"
     if name in ("COMMAND", "ACTION"):
         kind = "command"
@@ -253,13 +277,17 @@ def _unknown_arguments(parser: ArgumentParser, words: list[str], see_help: str) 
     flags: list[str] = []
     for action in parser._actions:
         flags += action.option_strings
-    unknown = [word.partition("=")[0] for word in words if word.startswith("--")]
+    unknown = []
+    for word in words:
+        if word.startswith("--"):
+            flag, _, _ = word.partition("=")
+            unknown.append(flag)
     if not unknown:
         unknown = words[:1]
     lines: list[str] = []
     strange: list[str] = []
     for word in dict.fromkeys(unknown):
-        close = get_close_matches(word, flags, 1)
+        close = get_close_matches(word, flags, n=1)
         if close:
             lines.append(f"unknown argument {word}; did you mean {close[0]}?")
         else:
@@ -276,7 +304,8 @@ def message_of(error: BaseException) -> str:
     An arithmetic error gets both, because its message alone does not identify the operands.
     """
     place = traceback.extract_tb(error.__traceback__)[-1]
-    line = f"{place.line} ({Path(place.filename).name}:{place.lineno})"
+    file_name = Path(place.filename).name
+    line = f"{place.line} ({file_name}:{place.lineno})"
     if isinstance(error, ArithmeticError):
         return f"{error}: {line}"
     return str(error) or line
@@ -288,8 +317,10 @@ def reason_of(error: BaseException) -> str:
         return "it is truncated"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return shortened(first.strip()) or type(error).__name__
+    for line in str(error).splitlines():
+        if line.strip():
+            return shortened(line.strip())
+    return type(error).__name__
 
 
 def reason_for_peers(error: BaseException) -> str:
@@ -299,7 +330,9 @@ def reason_for_peers(error: BaseException) -> str:
     if isinstance(error, MegatronExtError):
         return str(error)
     name = type(error).__name__
-    return f"{name}: {error}" if str(error) else name
+    if not str(error):
+        return name
+    return f"{name}: {error}"
 
 
 class UpstreamMismatch(MegatronExtError):

@@ -29,8 +29,9 @@ def is_replaceable(path: Path) -> bool:
         mode = path.stat().st_mode
     except FileNotFoundError:
         return True
+    is_regular = stat.S_ISREG(mode)
     folder = Path(os.path.realpath(path)).parent
-    return stat.S_ISREG(mode) and os.access(folder, os.W_OK | os.X_OK)
+    return is_regular and os.access(folder, os.W_OK | os.X_OK)
 
 
 @contextmanager
@@ -55,10 +56,10 @@ def replacing(path: Path) -> Iterator[Path]:
             # A rename would succeed here, because it only needs write access to the
             # folder.
             if not os.access(final, os.W_OK):
-                raise PermissionError(
-                    errno.EACCES, os.strerror(errno.EACCES), str(path)
-                )
-            scratch.chmod(stat.S_IMODE(final.stat().st_mode))
+                reason = os.strerror(errno.EACCES)
+                raise PermissionError(errno.EACCES, reason, str(path))
+            permissions = stat.S_IMODE(final.stat().st_mode)
+            scratch.chmod(permissions)
         scratch.replace(final)
 
 
@@ -74,7 +75,8 @@ def write_text(path: Path, text: str) -> None:
 
 def cannot_write(path: Path, error: OSError, remedy: str) -> str:
     """Return the error line for a file that cannot be written, with the reason and the remedy."""
-    return f"{path} cannot be written: {error.strerror or error}; {remedy}"
+    reason = error.strerror or error
+    return f"{path} cannot be written: {reason}; {remedy}"
 
 
 def read_text(path: Path, max_bytes: int) -> str:
@@ -97,7 +99,8 @@ def read_text(path: Path, max_bytes: int) -> str:
         # Read one byte more than the limit instead of trusting the size: the file may be growing.
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise OSError(0, f"it is larger than {max_bytes >> 20} MiB", str(path))
+        max_mib = max_bytes >> 20
+        raise OSError(0, f"it is larger than {max_mib} MiB", str(path))
     return content.decode("utf-8")
 
 
@@ -123,7 +126,8 @@ def parse_json(text: str) -> Any:
     except RecursionError:
         raise ValueError(too_deep) from None
     # Few texts contain enough brackets to require the walk.
-    if text.count("[") + text.count("{") > _MAX_DEPTH and not _is_flat(content):
+    num_brackets = text.count("[") + text.count("{")
+    if num_brackets > _MAX_DEPTH and not _is_flat(content):
         raise ValueError(too_deep)
     return content
 

@@ -72,7 +72,13 @@ class Observer(TransportObserver):
     def begin_exchange(self) -> None:
         """Called before experts exchange tokens, on the exchange's stream; pairs only."""
 
-    def end_exchange(self, kind: Kind, stage: int, microbatch: int, layer: int) -> None:
+    def end_exchange(
+        self,
+        kind: Kind,
+        stage: int,
+        microbatch: int,
+        layer: int,
+    ) -> None:
         """Called on the same stream after the exchange.
 
         Args:
@@ -88,4 +94,5 @@ class Observer(TransportObserver):
 
 def overrides(observer: Observer, method: str) -> bool:
     """Return whether an observer overrides a method of `Observer`."""
-    return getattr(type(observer), method) is not getattr(Observer, method)
+    implementation = getattr(type(observer), method)
+    return implementation is not getattr(Observer, method)

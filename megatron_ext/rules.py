@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 from megatron_ext.errors import reworded
 
 _CONDITION = re.compile(r"(!?)(\w+)(?:(=|!=|>)(\S+))?")
+# Unindented lines, then indented lines.
+_ENTRY = re.compile(r"((?:^\S.*\n)+)((?:^ +.*\n)+)", re.MULTILINE)
 # Argument -> its flag, if their names differ.
 _SPELT = {
     "fp4": "--fp4-format",
@@ -68,19 +70,25 @@ class Condition(NamedTuple):
         if self.operator == ">":
             number = value if isinstance(value, (int, float)) else 0
             return number > self._bound(args)
+        wants_operand = self.operator == "="
         values = value if isinstance(value, (list, tuple)) else [value]
         for item in values:
             if item is None:
                 continue
             # Compare an enumeration member by its name, without the class name.
             word = str(item).rpartition(".")[2]
-            if (word in self.operands) == (self.operator == "="):
+            is_operand = word in self.operands
+            if is_operand == wants_operand:
                 return True
         return False
 
     def _bound(self, args: object) -> float:
+        bound: float | None
         for operand in self.operands:
-            bound = int(operand) if operand.isdigit() else getattr(args, operand, None)
+            if operand.isdigit():
+                bound = int(operand)
+            else:
+                bound = getattr(args, operand, None)
             if bound:
                 return bound
         return 1
@@ -124,9 +132,11 @@ class Rule(NamedTuple):
 
     def refuses(self, args: object) -> bool:
         """Return whether these attributes are rejected; missing ones count as None."""
-        return all(
-            any(condition.holds(args) for condition in term) for term in self.terms
-        )
+        for term in self.terms:
+            term_holds = any(condition.holds(args) for condition in term)
+            if not term_holds:
+                return False
+        return True
 
     def without(self, args: object) -> dict[str, Any]:
         """Return attribute values that turn off the settings rejected by the first term."""
@@ -153,27 +163,29 @@ def dest_of(flag: str) -> str:
 
 def entries(text: str) -> list[tuple[str, str]]:
     """Return a text's entries: unindented lines, paired with the indented lines that follow."""
-    blocks = re.findall(
-        r"((?:^\S.*\n)+)((?:^ +.*\n)+)", dedent(f"{text}\n"), re.MULTILINE
-    )
-    return [(" ".join(key.split()), " ".join(value.split())) for key, value in blocks]
+    pairs = []
+    for unindented, indented in _ENTRY.findall(dedent(f"{text}\n")):
+        key = " ".join(unindented.split())
+        value = " ".join(indented.split())
+        pairs.append((key, value))
+    return pairs
 
 
 def read_rules(text: str) -> tuple[Rule, ...]:
     """Return the rules in a text."""
-    return tuple(
-        _read_rule(settings, explanation) for settings, explanation in entries(text)
-    )
+    rules = []
+    for settings, explanation in entries(text):
+        rules.append(_read_rule(settings, explanation))
+    return tuple(rules)
 
 
 def _read_rule(settings: str, explanation: str) -> Rule:
     name, _, conditions = settings.rpartition(": ")
     terms: list[tuple[Condition, ...]] = []
     for text in conditions.split(" & "):
-        alternatives = [
-            Condition.read(alternative) for alternative in text.split(" | ")
-        ]
-        terms.append(tuple(alternatives))
+        alternatives = text.split(" | ")
+        term = tuple(Condition.read(alternative) for alternative in alternatives)
+        terms.append(term)
     # Put names before bounds, because the first entry of `Rule.reads` names the rule.
     names: list[str] = []
     bounds: list[str] = []
@@ -183,14 +195,22 @@ def _read_rule(settings: str, explanation: str) -> Rule:
             names.append(condition.name)
             bounds += condition.bounds
         # Skip negated conditions: a flag that is not set cannot be left out.
-        if not any(condition.is_negated for condition in term):
-            phrases.append(_listed([str(condition) for condition in term], "or"))
+        has_negated = any(condition.is_negated for condition in term)
+        if not has_negated:
+            words = [str(condition) for condition in term]
+            phrases.append(_listed(words, "or"))
     reads = tuple(dict.fromkeys(names + bounds))
     reason, _, remedy = explanation.partition("; ")
     if not remedy:
         pronoun = "it" if len(reads) == 1 else "them"
         remedy = f"remove {pronoun}"
-    return Rule(reads, name or " and ".join(phrases), reason, remedy, tuple(terms))
+    return Rule(
+        reads,
+        name or " and ".join(phrases),
+        reason,
+        remedy,
+        tuple(terms),
+    )
 
 
 def _as_given(flag: str, value: str) -> str:
@@ -198,5 +218,7 @@ def _as_given(flag: str, value: str) -> str:
 
 
 def _listed(words: Sequence[str], conjunction: str) -> str:
-    *before, end = words
-    return f"{', '.join(before)} {conjunction} {end}" if before else end
+    *before, last = words
+    if not before:
+        return last
+    return f"{', '.join(before)} {conjunction} {last}"

@@ -33,9 +33,10 @@ class OpenSocket(NamedTuple):
     def listening_port(self) -> int | None:
         """Return the TCP port that the socket listens on, or None if it is not listening."""
         with self._duplicate() as duplicate:
-            if duplicate is None or not duplicate.getsockopt(
-                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-            ):
+            if duplicate is None:
+                return None
+            listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if not listens:
                 return None
             return int(duplicate.getsockname()[1])
 
@@ -45,7 +46,9 @@ class OpenSocket(NamedTuple):
             if duplicate is None:
                 return None
             try:
-                return TcpEnds(duplicate.getsockname()[1], duplicate.getpeername()[1])
+                own_address = duplicate.getsockname()
+                peer_address = duplicate.getpeername()
+                return TcpEnds(own_address[1], peer_address[1])
             except OSError:  # it is listening, or its peer has closed it
                 return None
 
@@ -84,7 +87,10 @@ def open_sockets() -> set[OpenSocket]:
     for entry in list(_DESCRIPTORS.iterdir()):
         # An entry may already be closed, as is the descriptor that listed the folder.
         with suppress(OSError):
-            kind, _, inode = str(entry.readlink()).partition(":")
+            # The link of a socket reads `socket:[INODE]`.
+            kind, _, inode_text = str(entry.readlink()).partition(":")
             if kind == "socket":
-                sockets.add(OpenSocket(int(entry.name), int(inode.strip("[]"))))
+                descriptor = int(entry.name)
+                inode = int(inode_text.strip("[]"))
+                sockets.add(OpenSocket(descriptor, inode))
     return sockets

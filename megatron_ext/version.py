@@ -20,7 +20,8 @@ def code_hash() -> str:
     package = Path(__file__).resolve().parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode())
+        name = path.relative_to(package).as_posix()
+        digest.update(name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
 
