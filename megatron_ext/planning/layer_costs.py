@@ -640,8 +640,8 @@ class _Books:
         elements = self.activation_elements
         # A gradient as large as the table is cleared and added to Megatron's buffer,
         # even if gradient accumulation is fused.
-        bytes_per_gradient = 2 + self.sharding.techniques.gradient_bytes
-        gradient_bytes = 2 * bytes_per_gradient * self.table_params
+        bytes_per_param = 2 + self.sharding.techniques.gradient_bytes
+        gradient_bytes = 2 * bytes_per_param * self.table_params
         backward_bytes = 10 * elements + gradient_bytes
         ledger.elementwise("base", 4 * elements, backward_bytes)
         ledger.wait("base", self.exchange_s, self.exchange_s)
@@ -889,8 +889,8 @@ class _Books:
         heads = model.scan_heads / self.tensor
         # A single projection computes the gate, the input, both state matrices and one
         # time step per head.
-        input_width = 2 * inner_width + states + heads
-        ledger.linear("mamba", self.tokens, self.hidden, input_width)
+        projected_width = 2 * inner_width + states + heads
+        ledger.linear("mamba", self.tokens, self.hidden, projected_width)
         # The convolution, chunked scan and gated norm are memory-bound, as the Triton
         # kernels are.
         channels = self.tokens * (inner_width + states)
@@ -945,9 +945,10 @@ class _Books:
         ledger.params += key_value_rank * model.qk_norm
         # Tensor parallelism does not divide the down-projections. Each rank projects
         # its own tokens.
+        tokens_of_rank = tokens / self.tensor
         ledger.linear(
             "attention",
-            tokens / self.tensor,
+            tokens_of_rank,
             self.hidden,
             key_value_rank + model.rotary_size,
         )
@@ -958,7 +959,6 @@ class _Books:
         latent_width = key_value_rank + model.rotary_size
         query_rank = model.query_rank
         if query_rank:
-            tokens_of_rank = tokens / self.tensor
             ledger.linear("attention", tokens_of_rank, self.hidden, query_rank)
             ledger.linear("mla_up_proj", tokens, query_rank, query_width)
             ledger.params += query_rank * model.qk_norm
@@ -1053,11 +1053,11 @@ class _Books:
         rate = device.flops * min(1.0, model.head_size / 128)
         if sharding.techniques.attends_in_8bit:
             rate *= device.attention_8bit
-        shortest_s = 5 * device.kernel_s
+        kernels_s = 5 * device.kernel_s
         forward_rate = rate * device.attention_forward
         backward_rate = rate * device.attention_backward
-        forward_s = operations / forward_rate + shortest_s
-        backward_s = 2.5 * operations / backward_rate + shortest_s
+        forward_s = operations / forward_rate + kernels_s
+        backward_s = 2.5 * operations / backward_rate + kernels_s
         ledger.wait("core_attn", forward_s, backward_s)
         ledger.launch("attention", 10)
         # Attention's GEMMs hide the ring's messages.

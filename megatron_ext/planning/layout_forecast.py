@@ -530,7 +530,7 @@ def _min_layers_of_ends(model: ModelSizes, num_stages: int) -> dict[str, int]:
     # If there are too few layers for all stages, the embedding and the loss must form
     # stages without layers.
     least_last = 0 if model.mtp_layers or num_missing > 0 else 1
-    # Without MTP, an empty last stage makes up for one missing layer.
+    # One missing layer only empties the last stage. With MTP, it empties the first one.
     max_missing = 0 if model.mtp_layers else 1
     least_first = 0 if num_missing > max_missing else 1
     return {"least_first": least_first, "least_last": least_last}
@@ -646,8 +646,8 @@ def _step_bound_s(job: Question, sizes: ParallelSizes, twins: int) -> float:
         # stages, so until then, forward passes have no partner. Because layers pair one
         # to one, the same number of backward passes has no partner either. Whatever
         # else a rank does in the meantime, including waiting, that time is lost.
-        exchange_share = overlap * kind.layer.exchange / kind.layer.forward
-        unpaired_share = min(1.0, exchange_share)
+        hideable_share = overlap * kind.layer.exchange / kind.layer.forward
+        unpaired_share = min(1.0, hideable_share)
         lost_s = unpaired_share * model.whole_model.forward
         whole_layers_s = max(whole_layers_s, rank_s + lost_s / num_microbatches)
     busiest_s = max(model_cost.work / pp, whole_layers_s)

@@ -800,8 +800,7 @@ def _watched_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
         for part, module in layer.named_children():
             # Skip norms, because their input is the layer's input or a sum of outputs, all of which
             # are recorded anyway.
-            has_parameters = any(True for _ in module.parameters())
-            if "norm" not in part and has_parameters:
+            if "norm" not in part and any(True for _ in module.parameters()):
                 yield f"{name}.{part}", module
         yield name, layer
     # The embedding and the output layer, for example, are siblings of a layer container.

@@ -270,8 +270,8 @@ class Costs:
         scales = self.slice_scale[microbatch]
         squares = []
         for scale, size in zip(scales, sizes, strict=True):
-            attention = scale - linear_share * size
-            squares.append(attention / self.attention)
+            attention_time = scale - linear_share * size
+            squares.append(attention_time / self.attention)
         return self._factors(sizes, squares)
 
     def _factors_by_length(self, schedule: Schedule) -> dict[Kind, list[float]]:

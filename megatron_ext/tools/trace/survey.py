@@ -175,8 +175,8 @@ class RankSurvey:
     )
     """(name, stage, slice) -> nanoseconds from the start of each action until the rank waits or
     starts the next action, which includes runtime overhead."""
-    # The keys are plain tuples, because surveys are pickled between processes: named
-    # tuples take about 6 times as long to pickle and a quarter more space.
+    # These keys are plain tuples, because there are many and surveys are pickled between
+    # processes: named tuples take about 6 times as long and a quarter more space.
     microbatch_ns: dict[tuple[int, int, int, int], int] = field(
         default_factory=lambda: defaultdict(int)
     )
