@@ -449,6 +449,10 @@ class Watchdog:
             name = frame.f_code.co_filename
             if name.endswith("/torch/distributed/distributed_c10d.py"):
                 runs_collective = True
+            # The wait for an asynchronous collective over gloo, which is ours.
+            is_wait_for_gloo = frame.f_code.co_name == "wait"
+            if is_wait_for_gloo and name.endswith("/megatron_ext/devices/cpu.py"):
+                runs_collective = True
             if not any(folder in name for folder in _WRAPPER_FOLDERS):
                 file_name = name.rpartition("/")[2]
                 where = f"{file_name}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -227,19 +228,36 @@ def test_a_thread_beside_the_main_one_is_watched() -> None:
     assert "rank 0 holds the job up" in run.logs[0]
 
 
-def one_rank_misses_a_collective() -> None:
-    """Wait in a collective of gloo, whose waits this package replaces, or elsewhere."""
+def _one_rank_misses_a_collective(*, is_asynchronous: bool) -> None:
     dist.init_process_group("nccl")
     dist.barrier()
     state = RankState(-1, "is in the optimizer step", since_s=time.monotonic())
     hang.Watchdog(lambda: state, 2.0).start()
     if dist.get_rank() == 0:
-        dist.all_reduce(torch.ones(1))
+        work = dist.all_reduce(torch.ones(1), async_op=is_asynchronous)
+        if work is not None:
+            work.wait()
     time.sleep(60)
 
 
-def test_a_rank_that_misses_a_collective_of_gloo_is_to_blame() -> None:
-    run = start_ranks(2, one_rank_misses_a_collective, timeout_s=60)
+def one_rank_misses_a_collective() -> None:
+    """Wait in a collective of gloo, whose waits this package replaces, or elsewhere."""
+    _one_rank_misses_a_collective(is_asynchronous=False)
+
+
+def one_rank_misses_an_asynchronous_collective() -> None:
+    """As above, but no function of torch.distributed is on the stack."""
+    _one_rank_misses_a_collective(is_asynchronous=True)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [one_rank_misses_a_collective, one_rank_misses_an_asynchronous_collective],
+)
+def test_a_rank_that_misses_a_collective_of_gloo_is_to_blame(
+    program: Callable[[], None],
+) -> None:
+    run = start_ranks(2, program, timeout_s=60)
     step = "is in the optimizer step"
     assert f"rank 1 holds the job up: rank 0 {step} and waits there" in run.logs[0]
 
