@@ -344,6 +344,8 @@ class Active:
     seed: int | None = None
     """Base seed for random numbers drawn by micro-batch, or None if Megatron's generators are not
     reseeded."""
+    replicas_differ: bool = False
+    """Whether each data-parallel replica draws its own numbers (`--data-parallel-random-init`)."""
     requested: PipelineConfig | None = None
     """The argument to `configure`, or None if the configuration comes from flags."""
     is_sized: bool = True

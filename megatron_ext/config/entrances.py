@@ -102,12 +102,17 @@ def prepare(
         lines = preflight.changes + preflight.notices
         log(*[reworded(line, wording) for line in lines])
     seed = getattr(user_args, "seed", None)
-    put_in_force(preflight, requested, seed)
+    replicas_differ = getattr(user_args, "data_parallel_random_init", None)
+    put_in_force(preflight, requested, seed, replicas_differ=bool(replicas_differ))
     return preflight.arguments
 
 
 def put_in_force(
-    preflight: Preflight, requested: PipelineConfig | None, seed: int | None
+    preflight: Preflight,
+    requested: PipelineConfig | None,
+    seed: int | None,
+    *,
+    replicas_differ: bool = False,
 ) -> None:
     """Activate a checked configuration."""
     config = preflight.config or requested
@@ -119,6 +124,7 @@ def put_in_force(
         job=preflight.job,
         choice=preflight.choice,
         seed=seed if config.draws_by_microbatch else None,
+        replicas_differ=replicas_differ,
         requested=requested,
     )
     activate_configuration(in_force)

@@ -121,16 +121,18 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
 
     This covers the generators of torch, Megatron, `random` and `numpy.random`. The numbers depend
     only on the arguments and on the tensor- and expert-parallel rank, not on the pipeline rank or
-    the execution order, and a repeated forward pass draws the same numbers. `iteration` counts from
-    the start of training.
+    the execution order, and a repeated forward pass draws the same numbers. With
+    `--data-parallel-random-init`, they also depend on the data-parallel rank. `iteration` counts
+    from the start of training.
 
     Raises:
         ScheduleError: No seed is set.
     """
+    replica = _replica()
 
     def fresh(state: Any, place: torch.device, *key: int | str) -> Any:
         """Return a state of the same type as `state`, seeded with a key."""
-        seed = active.seed_of(*key, iteration, stage, microbatch)
+        seed = active.seed_of(*key, iteration, stage, microbatch, *replica)
         # A tracker for CUDA graphs has generators instead of states.
         if isinstance(state, torch.Generator):
             seeded = state.clone_state()
@@ -153,7 +155,7 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
             shard = _shard(name)
             fresh_tracked[name] = fresh(state, device_type, name, *shard)
         set_rng_states(fresh_host, fresh_device, fresh_tracked)
-        seed = active.seed_of("python", iteration, stage, microbatch)
+        seed = active.seed_of("python", iteration, stage, microbatch, *replica)
         with host_generators(seed):
             yield
     finally:
@@ -183,10 +185,21 @@ def set_rng_states(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) 
     random._set_cuda_rng_state(device, graph_safe=is_graph_safe)
 
 
+def _replica() -> tuple[int, ...]:
+    """Return the rank that distinguishes a replica's generators; empty if replicas draw the same.
+
+    As in upstream's `_set_random_seed`, which tells replicas apart only on request.
+    """
+    in_force = active.active()
+    if in_force is not None and in_force.replicas_differ:
+        return (parallel_state.get_data_parallel_rank(),)
+    return ()
+
+
 def _shard(name: str) -> tuple[int, ...]:
     """Return the ranks that distinguish a tracker's generator from its copies on the same stage."""
     # As in upstream's `model_parallel_cuda_manual_seed`. All other generators are
-    # identical on every rank and replica of a stage.
+    # identical on every rank of a stage and, unless `_replica` tells them apart, on every replica.
     if name == random.get_expert_parallel_rng_tracker_name():
         return (
             parallel_state.get_expert_model_parallel_rank(),

@@ -13,6 +13,7 @@ from megatron_ext import devices
 from megatron_ext.config import active
 from megatron_ext.config.entrances import check, prepare
 from megatron_ext.config.flags import add_arguments
+from megatron_ext.config.incompatible import RULES
 from megatron_ext.errors import ArgumentsError, UserError
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.table import table_files
@@ -53,6 +54,31 @@ def test_preparing_again_changes_nothing(args: Namespace) -> None:
     again = choose(args, "zb-h1")
     assert again == first
     assert vars(args) == said
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_megatrons_flag_decides_whether_replicas_draw_their_own_numbers(
+    args: Namespace, asked: bool
+) -> None:
+    args.data_parallel_random_init = asked
+    args.microbatch_rng = True
+    prepare(args)
+    assert active.required().replicas_differ == asked
+
+
+@pytest.mark.parametrize(
+    "dest",
+    [
+        "save_activations_interval",
+        "save_dgrads_interval",
+        "save_tokens_per_expert_interval",
+        "moe_routing_trace_path",
+    ],
+)
+def test_slices_refuse_files_that_hold_one_call_per_micro_batch(dest: str) -> None:
+    sliced = Namespace(**{dest: 1})
+    assert any(rule.refuses(sliced) for rule in RULES["slices"])
+    assert not any(rule.refuses(Namespace()) for rule in RULES["slices"])
 
 
 def test_another_schedule_starts_from_what_was_said(args: Namespace) -> None:

@@ -101,6 +101,35 @@ def test_each_generator_starts_anew_for_each_micro_batch_and_goes_on_afterwards(
     assert same - {"expert-parallel-rng"} == expected, "as between upstream's ranks"
 
 
+def _drawn_by_replica() -> list[dict[str, list[float]]]:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import (
+        get_cuda_rng_tracker,
+        model_parallel_cuda_manual_seed,
+    )
+
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(3)
+    get_cuda_rng_tracker().add("mtp-hsm-rng", 5)
+    drawn = []
+    for replicas_differ in (False, True):
+        use(None, seed=1, replicas_differ=replicas_differ)
+        with microbatch_rng(4, 1, 2):
+            drawn.append(_draw())
+    return drawn
+
+
+def test_replicas_draw_their_own_numbers_only_on_request() -> None:
+    mine, theirs = run_ranks(2, _drawn_by_replica)
+    same, own = (
+        {name for name in ours if ours[name] == others[name]}
+        for ours, others in zip(mine, theirs, strict=True)
+    )
+    assert same == set(mine[0]) - {"mtp-hsm-rng"}, "without the flag"
+    assert not own, "with the flag"
+
+
 def test_a_step_that_nobody_counts_is_an_error() -> None:
     try:
         with rng_of_this_step(0, 0):
