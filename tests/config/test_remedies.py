@@ -148,6 +148,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
             "--tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2",
             OFFLOAD,
             "--logits-save-dir teacher --logits-save-top-k 4",
+            "--save-dgrads-interval 1 --save saved",
             "--decoder-seq-length 4096",
             "--perform-rl-step",
             "--moe-enable-routing-replay",

@@ -50,6 +50,10 @@ TEXTS = {
             --recompute-granularity=selective instead
         logits_load_dir | logits_save_dir
             logits are stored per micro-batch, but a slice has only some of them; remove one of them
+        save_activations_interval | save_dgrads_interval | save_tokens_per_expert_interval |
+        moe_routing_trace_path
+            Megatron keeps one call per micro-batch, so the files would have only one slice; remove
+            them, or remove --pipeline-slices
         decoder_seq_length
             only the encoder's sequence is cut into slices; remove one of them
         perform_rl_step
