@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from threading import Thread
 from typing import Any
 
@@ -36,7 +37,12 @@ def _add_our_part(
     """NVRx cannot unblock ranks waiting for our messages, and transport names would not match."""
     from megatron_ext.training.survival import with_our_part
 
-    call(*args, **with_our_part(kwargs))
+    settings = dict(kwargs)
+    # Our part is added to NVRx's defaults; without its `abort`, ranks would stay in NCCL.
+    parameters = signature(call).parameters
+    for name in ("initialize", "abort", "finalize"):
+        settings.setdefault(name, parameters[name].default)
+    call(*args, **with_our_part(settings))
 
 
 @PATCHES.row("inprocess_restart.unread_flags", f"{_MEGATRON}:inprocess_restart")

@@ -28,6 +28,12 @@ from megatron_ext.sockets import OpenSocket, open_sockets
 from megatron_ext.upstream import cause, parent
 
 _LOG = logging.getLogger(__name__)
+_TRANSFORMER = "megatron.core.transformer"
+_LOSS_HELPERS = (
+    f"{_TRANSFORMER}.multi_token_prediction.MTPLossLoggingHelper",
+    f"{_TRANSFORMER}.experimental_attention_variant.dsa.DSAIndexerLossLoggingHelper",
+)
+"""Megatron's classes that sum a step's losses in a dictionary named `tracker`."""
 
 
 class StoreConnection:
@@ -177,6 +183,7 @@ class EndConfiguration(Finalize):
         would_come_again = self._would_come_again(state.fn_exception)
         active.clear_configuration()
         _clear_caches_of_megatron()
+        _clear_logged_losses_of_megatron()
         if would_come_again:
             raise state.fn_exception
         return state
@@ -225,6 +232,25 @@ def _clear_caches_of_megatron() -> None:
             for method in vars(member).values():
                 if isinstance(method, _lru_cache_wrapper):
                     method.cache_clear()
+
+
+def _clear_logged_losses_of_megatron() -> None:
+    """Drop what the interrupted step has added to losses that Megatron sums for its log.
+
+    The sums belong to modules and classes, so the next attempt would continue them, and reduce them
+    over a process group of this attempt.
+    """
+    for name in _LOSS_HELPERS:
+        module_name, _, class_name = name.rpartition(".")
+        module = sys.modules.get(module_name)
+        if module is not None:
+            getattr(module, class_name).tracker.clear()
+    # Early releases have a dictionary, later ones an object.
+    moe_utils = sys.modules.get(f"{_TRANSFORMER}.moe.moe_utils")
+    getattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}).clear()
+    moe_logging = sys.modules.get(f"{_TRANSFORMER}.moe.moe_logging")
+    if moe_logging is not None:
+        moe_logging.destroy_moe_metrics_tracker()
 
 
 def with_our_part(settings: dict[str, Any]) -> dict[str, Any]:

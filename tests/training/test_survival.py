@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from megatron_ext.config import active
@@ -233,6 +234,26 @@ def test_a_loss_ends_only_the_connection_to_the_store(
             assert peer.recv(5) == b"whole"
 
 
+def test_losses_that_an_interrupted_step_has_summed_are_dropped() -> None:
+    """Megatron would add them to those of the next attempt's first step."""
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    moe_logging: Any = moe_utils
+    if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):  # early releases
+        moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER["load_balancing_loss"] = {"values": 1}
+    else:
+        from megatron.core.transformer.moe import moe_logging
+
+        moe_logging.get_moe_metrics_tracker().record("z_loss", torch.ones(()), 1, 4)
+    MTPLossLoggingHelper.tracker["values"] = torch.ones(1)
+    survival.EndConfiguration()(state())
+    assert not MTPLossLoggingHelper.tracker
+    assert not getattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {})
+    if moe_logging is not moe_utils:
+        assert not moe_logging.get_moe_metrics_tracker().metrics
+
+
 def test_our_steps_run_before_theirs() -> None:
     from nvidia_resiliency_ext.inprocess.abort import Abort
 
@@ -257,6 +278,17 @@ def test_our_steps_run_before_theirs() -> None:
     assert calls == ["ours", "theirs"]
     assert settings["enabled"]
     assert isinstance(settings["initialize"], survival.BeginAttempt)
+
+
+def test_nvrxs_own_abort_is_kept_where_a_program_names_none() -> None:
+    """Without it, ranks on a device would stay in their collectives."""
+    from nvidia_resiliency_ext.inprocess import Compose, Wrapper
+    from nvidia_resiliency_ext.inprocess.abort import AbortTorchDistributed
+
+    abort = Wrapper().abort
+    assert isinstance(abort, Compose)
+    kinds = {type(step) for step in abort.instances}
+    assert kinds == {AbortTorchDistributed, survival.EndWaits}
 
 
 # -- whole jobs ------------------------------------------------------------------------------------
