@@ -24,6 +24,9 @@ _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
 _PARALLEL = "megatron.core.dist_checkpointing.strategies.fully_parallel"
 
+_STAGES_ENTRY = "stages of megatron_ext"
+"""The entry of a checkpoint's metadata that holds the stages of a folded placement."""
+
 PATCHES = PatchTable(feature="schedules", when=active.is_folded)
 
 
@@ -253,7 +256,31 @@ def _share_evaluation(
     return losses, *further_results
 
 
-@PATCHES.row("placement.optimizer_state", f"{_CHECKPOINTING}:generate_state_dict")
+@PATCHES.row(
+    "placement.optimizer_stages",
+    f"{_CHECKPOINTING}:_build_sharded_state_dict_metadata",
+)
+def _note_stages(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """Megatron does not record the stages in a checkpoint, so it would load other stages'
+    optimizer state.
+    """
+    # For a local checkpoint, Megatron builds this when it loads, too. That is right, because
+    # each placement has a separate folder for them (`config/restarts.py`).
+    metadata = call(*args, **kwargs)
+    metadata[_STAGES_ENTRY] = _stages(args[0] if args else kwargs["args"])
+    return metadata
+
+
+@PATCHES.row(
+    "placement.optimizer_state",
+    f"{_CHECKPOINTING}:generate_state_dict",
+    when=always,
+)
 def check_optimizer_state(
     call: Call,
     _instance: Any,
@@ -263,18 +290,26 @@ def check_optimizer_state(
     """Megatron checks only the parallel sizes, so it would load other stages' optimizer state."""
     optimizer = args[2] if len(args) > 2 else kwargs["optimizer"]
     options = kwargs.get("optim_sd_kwargs") or {}
-    if optimizer is not None and options.get("is_loading"):
-        saved_format = options["metadata"].get("distrib_optim_sharding_type")
-        module = sys.modules["megatron.core.optimizer.distrib_optimizer"]
-        # Different stages can load only formats that index the state by parameter.
-        fits = module.DistributedOptimizer.checkpoint_fully_reshardable_formats
-        if saved_format is not None and saved_format not in fits:
-            raise DataError(
-                f"the checkpoint's optimizer state is in {saved_format} format, which only fits "
-                "the stages it was saved with; resume once under the old schedule with "
-                "--dist-ckpt-optim-fully-reshardable and save, or load only the weights with "
-                "--no-load-optim"
-            )
+    if optimizer is None or not options.get("is_loading"):
+        return call(*args, **kwargs)
+    saved_format = options["metadata"].get("distrib_optim_sharding_type")
+    module = sys.modules["megatron.core.optimizer.distrib_optimizer"]
+    # Different stages can load only formats that index the state by parameter.
+    fits = module.DistributedOptimizer.checkpoint_fully_reshardable_formats
+    if saved_format is None or saved_format in fits:
+        return call(*args, **kwargs)
+    saved_stages = options["metadata"].get(_STAGES_ENTRY)
+    if saved_stages is None:
+        has_same_stages = not active.is_folded()
+    else:
+        has_same_stages = saved_stages == _stages(args[0] if args else kwargs["args"])
+    if not has_same_stages:
+        raise DataError(
+            f"the checkpoint's optimizer state is in {saved_format} format, which only fits "
+            "the stages it was saved with; resume once under the old schedule with "
+            "--dist-ckpt-optim-fully-reshardable (and without --non-persistent-ckpt-type local) "
+            "and save, or load only the weights with --no-load-optim"
+        )
     return call(*args, **kwargs)
 
 

@@ -155,6 +155,26 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
     assert len(report(train(2, going_on))) == 1
 
 
+def test_local_checkpoints_of_sharded_optimizers_resume_under_their_placement(
+    tmp_path: Path,
+) -> None:
+    """Their optimizer state fits the same stages only; so does that of the job's other ones."""
+    pytest.importorskip("nvidia_resiliency_ext", reason="needs the extra resilience")
+    flags = f"{GPT}--eval-iters 0 --lr-decay-iters 9 --use-distributed-optimizer "
+    whole = capture.train(2, f"{flags}{ZB_V}")
+    saving = f"{flags}{ZB_V}--save {tmp_path}/saved "
+    saving += "--non-persistent-ckpt-type local --non-persistent-save-interval 1 "
+    saving += f"--non-persistent-local-ckpt-dir {tmp_path}/local "
+    capture.train(2, f"{saving}--save-interval 100 --exit-interval 2")
+    resuming = f"{saving}--load {tmp_path}/saved "
+    went_on = capture.train(2, f"{resuming}--save-interval {len(whole.losses)}")
+    assert went_on.losses == whole.losses[2:]
+    assert went_on.parameters == whole.parameters
+    elsewhere = f"{MOCK}{EXACT}--use-distributed-optimizer --train-iters 9 {PP2}"
+    told = user_errors(train(2, f"{elsewhere}--load {tmp_path}/saved "))
+    assert "only fits the stages it was saved with" in told[0]
+
+
 writes_enums = pytest.mark.skipif(
     (3, 11) <= sys.version_info < (3, 11, 4),
     reason="this Python writes enums into these files that Megatron cannot load",
