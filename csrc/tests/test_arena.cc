@@ -212,7 +212,7 @@ TEST(damage_is_an_error) {
         const Arena arena = Arena::attach(duplicate(link.inbox.fd()));
         arena.bytes(arena.order(0))[63] ^= std::byte{1};
         CHECK_THROWS(link.inbox.next(), TransportError,
-                     "bytes 0 to 64 of the 64 of tag 0x1 are not");
+                     "bytes 0 to 64 of the 64 of tag 0x1 do not");
     }
     {
         Ends link({2, 64});
