@@ -38,7 +38,14 @@ from megatron_ext.errors import (
     reworded,
 )
 from megatron_ext.patches import effects, folded_pipelines, schedules
-from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable, by_name
+from megatron_ext.patches.point import (
+    Args,
+    Call,
+    Kwargs,
+    PatchTable,
+    always,
+    by_name,
+)
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.rules import dest_of
 
@@ -192,7 +199,10 @@ class _Hosted:
 
 
 def _hosted() -> _Hosted | None:
-    host = active.required().host
+    in_force = active.active()
+    if in_force is None:
+        return None
+    host = in_force.host
     assert host is None or isinstance(host, _Hosted)
     return host
 
@@ -573,9 +583,45 @@ PATCHES.row(
     "Bridge reads checkpoint formats that name layers by rank and would load the wrong layers.",
     when=active.is_folded,
 )(_in_fields(folded_pipelines.check_format))
+
+
+@PATCHES.row(
+    "bridge.optimizer_stages",
+    f"{_TRAINING}.checkpointing:_build_sharded_state_dict_metadata",
+    when=active.is_folded,
+)
+def _note_stages(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """Bridge does not record the stages in a checkpoint, so it would load other stages' optimizer
+    state.
+    """
+    metadata = call(*args, **kwargs)
+    hosted = _hosted()
+    assert hosted is not None
+    stages = folded_pipelines.stages_of_run(hosted.arguments)
+    metadata[folded_pipelines.STAGES_ENTRY] = stages
+    return metadata
+
+
+def _refuse_other_stages(
+    call: Call,
+    _instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    hosted = _hosted()
+    settings = None if hosted is None else hosted.arguments
+    folded_pipelines.check_optimizer_state(args, kwargs, settings)
+    return call(*args, **kwargs)
+
+
 PATCHES.row(
     "bridge.optimizer_state",
     f"{_TRAINING}.checkpointing:generate_state_dict",
     "Bridge compares only the parallel sizes and would load other stages' optimizer state.",
-    when=active.is_folded,
-)(_in_fields(folded_pipelines.check_optimizer_state))
+    when=always,
+)(_in_fields(_refuse_other_stages))

@@ -24,7 +24,7 @@ _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
 _PARALLEL = "megatron.core.dist_checkpointing.strategies.fully_parallel"
 
-_STAGES_ENTRY = "stages of megatron_ext"
+STAGES_ENTRY = "stages of megatron_ext"
 """The entry of a checkpoint's metadata that holds the stages of a folded placement."""
 
 PATCHES = PatchTable(feature="schedules", when=active.is_folded)
@@ -272,7 +272,7 @@ def _note_stages(
     # For a local checkpoint, Megatron builds this when it loads, too. That is right, because
     # each placement has a separate folder for them (`config/restarts.py`).
     metadata = call(*args, **kwargs)
-    metadata[_STAGES_ENTRY] = _stages(args[0] if args else kwargs["args"])
+    metadata[STAGES_ENTRY] = stages_of_run(args[0] if args else kwargs["args"])
     return metadata
 
 
@@ -281,28 +281,43 @@ def _note_stages(
     f"{_CHECKPOINTING}:generate_state_dict",
     when=always,
 )
-def check_optimizer_state(
+def _refuse_other_stages(
     call: Call,
     _instance: Any,
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
     """Megatron checks only the parallel sizes, so it would load other stages' optimizer state."""
+    check_optimizer_state(args, kwargs, args[0] if args else kwargs["args"])
+    return call(*args, **kwargs)
+
+
+def check_optimizer_state(args: Args, kwargs: Kwargs, settings: Any) -> None:
+    """Check that a checkpoint's optimizer state fits this run's stages.
+
+    Args:
+        args: The positional arguments of `generate_state_dict`.
+        kwargs: Its other arguments.
+        settings: The run's settings under Megatron's argument names.
+
+    Raises:
+        DataError: The state is stored by rank, and was saved with other stages.
+    """
     optimizer = args[2] if len(args) > 2 else kwargs["optimizer"]
     options = kwargs.get("optim_sd_kwargs") or {}
     if optimizer is None or not options.get("is_loading"):
-        return call(*args, **kwargs)
+        return
     saved_format = options["metadata"].get("distrib_optim_sharding_type")
     module = sys.modules["megatron.core.optimizer.distrib_optimizer"]
     # Different stages can load only formats that index the state by parameter.
     fits = module.DistributedOptimizer.checkpoint_fully_reshardable_formats
     if saved_format is None or saved_format in fits:
-        return call(*args, **kwargs)
-    saved_stages = options["metadata"].get(_STAGES_ENTRY)
+        return
+    saved_stages = options["metadata"].get(STAGES_ENTRY)
     if saved_stages is None:
         has_same_stages = not active.is_folded()
     else:
-        has_same_stages = saved_stages == _stages(args[0] if args else kwargs["args"])
+        has_same_stages = saved_stages == stages_of_run(settings)
     if not has_same_stages:
         raise DataError(
             f"the checkpoint's optimizer state is in {saved_format} format, which only fits "
@@ -310,7 +325,6 @@ def check_optimizer_state(
             "--dist-ckpt-optim-fully-reshardable (and without --non-persistent-ckpt-type local) "
             "and save, or load only the weights with --no-load-optim"
         )
-    return call(*args, **kwargs)
 
 
 @PATCHES.row(
@@ -372,8 +386,11 @@ def check_format(
     return loaded
 
 
-def _stages(args: Any) -> str:
-    """Describe each rank's stages, by chunk; empty if Megatron places the chunks."""
+def stages_of_run(args: Any) -> str:
+    """Describe each rank's stages, by chunk; empty if Megatron places the chunks.
+
+    `args` are the run's settings under Megatron's argument names.
+    """
     chosen = active.pipeline()
     if chosen is None or not chosen.is_folded:
         return ""
@@ -402,7 +419,7 @@ def _name_stages(
         # package fails. Megatron would ignore any other entry and load the weights into
         # the wrong layers.
         state["checkpoint_version"] = (
-            f"{state['checkpoint_version']} {_stages(settings)}"
+            f"{state['checkpoint_version']} {stages_of_run(settings)}"
         )
     return state
 
@@ -436,7 +453,7 @@ def _check_stages(
     if kwargs.get("rank0") and active.active() is None:
         return loaded
     settings = args[1] if len(args) > 1 else kwargs["args"]
-    stages = _stages(settings)
+    stages = stages_of_run(settings)
     megatrons = "Megatron's own"
     num_saved_chunks = 0
     for entry in state:

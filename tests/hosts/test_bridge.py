@@ -294,6 +294,33 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
         assert "load only the weights with checkpoint.load_optim=False" in line
 
 
+def test_optimizer_state_beside_local_checkpoints_knows_its_stages(
+    tmp_path: Path, own: Any
+) -> None:
+    """Local checkpoints keep it in a format that only fits the stages it was saved with."""
+    pytest.importorskip("nvidia_resiliency_ext", reason="needs the extra resilience")
+    common = {
+        "ddp.use_distributed_optimizer": True,
+        "checkpoint.non_persistent_ckpt_type": "local",
+        "checkpoint.non_persistent_local_ckpt_dir": str(tmp_path / "local"),
+    }
+    folder = str(tmp_path / "checkpoints")
+    saving = {
+        "checkpoint.save": folder,
+        "checkpoint.save_interval": 2,
+        "train.exit_interval": 2,
+    }
+    trained({**common, **saving}, {"schedule": "zb-v"})
+    loading = {"checkpoint.load": folder}
+    resumed = trained({**common, **loading}, {"schedule": "zb-v"})[-1]
+    sharded = {"ddp.use_distributed_optimizer": True}
+    assert resumed.losses == own(sharded).losses[2:]
+    for line in run_ranks(
+        4, bridge_runs.failed, {**sharded, **loading}, None, timeout_s=280
+    ):
+        assert "only fits the stages it was saved with" in line
+
+
 @pytest.mark.parametrize(
     ("changes", "settings", "flags", "message"),
     [
