@@ -322,7 +322,7 @@ def check_optimizer_state(args: Args, kwargs: Kwargs, settings: Any) -> None:
         raise DataError(
             f"the checkpoint's optimizer state is in {saved_format} format, which only fits "
             "the stages it was saved with; resume once under the old schedule with "
-            "--dist-ckpt-optim-fully-reshardable (and without --non-persistent-ckpt-type local) "
+            "--dist-ckpt-optim-fully-reshardable (and without --non-persistent-ckpt-type=local) "
             "and save, or load only the weights with --no-load-optim"
         )
 

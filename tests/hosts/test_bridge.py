@@ -290,7 +290,8 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
         4, bridge_runs.failed, loading, {"schedule": "zb-v"}, timeout_s=280
     )
     for line in told:
-        assert "with checkpoint.dist_ckpt_optim_fully_reshardable and save" in line
+        assert "with checkpoint.dist_ckpt_optim_fully_reshardable (and without" in line
+        assert "checkpoint.non_persistent_ckpt_type='local') and save" in line
         assert "load only the weights with checkpoint.load_optim=False" in line
 
 
