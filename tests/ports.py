@@ -16,7 +16,7 @@ def free_port(num_ports: int = 1) -> int:
     A port that the system chooses (port 0) may be given to another test's outgoing connection
     before the job listens, so choose one that the system never gives away.
     """
-    while True:
+    for _ in range(1000):
         first = random.randrange(PORTS.start, PORTS.stop - num_ports)
         try:
             with ExitStack() as stack:
@@ -25,3 +25,4 @@ def free_port(num_ports: int = 1) -> int:
         except OSError:
             continue
         return first
+    raise OSError(f"no {num_ports} ports in a row are free in {PORTS}")

@@ -524,13 +524,13 @@ class TreeCompute(StageCompute):
         inputs: Iterator[torch.Tensor | None],
     ) -> Tensors:
         stage, kind, microbatch, _ = action
-        kept = self._roots.pop((stage, microbatch))
+        root = self._roots.pop((stage, microbatch))
         of_root: Tensors = [None]
         if stage < self._last_stage:
             subject = f"the gradient of {self._subject(stage, microbatch)}"
             # Insert the gradients in place, before those of published tensors, because
             # the root has referred to this list since the forward pass.
-            kept.gradients[:0] = self._unpacked(inputs, kept.sent, subject)
+            root.gradients[:0] = self._unpacked(inputs, root.sent, subject)
             # `_Join` ignores this gradient and returns those in its list.
             of_root = [torch.zeros((), device=self._device)]
         bypasses_received = self._plan.received.get(("G", stage), ())

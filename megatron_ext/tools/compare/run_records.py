@@ -496,8 +496,8 @@ def largest(rounds: Sequence[Deviations]) -> Deviations:
 
 
 def _earliest(iterations: Iterable[int | None]) -> int | None:
-    known = [iteration for iteration in iterations if iteration is not None]
-    return min(known, default=None)
+    numbers = [iteration for iteration in iterations if iteration is not None]
+    return min(numbers, default=None)
 
 
 def _largest(differing: Iterable[Deviation]) -> Deviation | None:

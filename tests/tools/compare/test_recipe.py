@@ -54,6 +54,17 @@ def test_no_run_saves_logs_or_ends_as_the_recipe_says() -> None:
     assert len(recipe.notes) == 3
 
 
+def test_no_run_loads_local_checkpoints_instead_of_the_common_weights() -> None:
+    words = (
+        "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir d --bf16 "
+        "--replication --replication-jump 1"
+    )
+    recipe = Recipe.of(["--", "pretrain_gpt.py", *words.split()])
+    assert recipe.flags == ("--bf16",)
+    [note] = recipe.notes
+    assert note.startswith("left out: --non-persistent-ckpt-type; ")
+
+
 def test_a_command_without_a_script_says_what_to_give() -> None:
     with pytest.raises(ArgumentsError, match="name a script after --"):
         Recipe.of(["--num-layers", "8"])
