@@ -291,7 +291,7 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
     )
     for line in told:
         assert "with checkpoint.dist_ckpt_optim_fully_reshardable (and without" in line
-        assert "checkpoint.non_persistent_ckpt_type='local') and save" in line
+        assert "checkpoint.non_persistent_ckpt_type=local) and save" in line
         assert "load only the weights with checkpoint.load_optim=False" in line
 
 

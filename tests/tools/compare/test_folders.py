@@ -273,7 +273,7 @@ def test_a_program_with_its_own_loop_is_compared(
         losses(*words, program=program)
     folders = [str(tmp_path / name) for name in ("own", "zb-v", "broken")]
     assert compare(monkeypatch, "--folders", *folders[:2]) == 0
-    assert "of 4 steps" in capsys.readouterr().out
+    assert "over 4 steps" in capsys.readouterr().out
     assert compare(monkeypatch, "--folders", folders[0], folders[2]) == 3
     assert (
         "the gradient of the output of model differs by 0.0001"
