@@ -79,8 +79,8 @@ class ItemSize(NamedTuple):
 
     tokens: int
     """Number of tokens, including padding."""
-    pairs: int
-    """Number of token pairs within samples: the sum of the squared lengths."""
+    sum_of_squares: int
+    """Sum of the squared lengths of its samples."""
 
 
 def packed_bounds_of(item: Mapping[str, Any]) -> torch.Tensor | None:
@@ -131,11 +131,11 @@ def item_size(item: Any) -> ItemSize | None:
         row_length = int(tokens.shape[-1])
         return ItemSize(num_tokens, num_tokens * row_length)
     lengths = bounds.long().diff(dim=-1)
-    num_pairs = int(lengths.square().sum())
+    sum_of_squares = int(lengths.square().sum())
     if tokens is None:
         num_tokens = int(bounds[..., -1].sum())
-        return ItemSize(num_tokens, num_pairs)
-    return ItemSize(tokens.numel(), num_pairs)
+        return ItemSize(num_tokens, sum_of_squares)
+    return ItemSize(tokens.numel(), sum_of_squares)
 
 
 def sample_lengths(item: Any) -> list[int]:

@@ -40,7 +40,7 @@ def item_cost(item: Any, cost: LengthCost, flag: str = _FLAG) -> float:
     """
     size = item_size(item)
     if size is not None:
-        return cost.linear * size.tokens + cost.quadratic * size.pairs
+        return cost.linear * size.tokens + cost.quadratic * size.sum_of_squares
     contents = f"a {type(item).__name__}"
     if isinstance(item, Mapping) and item:
         contents = ", ".join(str(name) for name in item)

@@ -131,7 +131,7 @@ def _assigned(shares: list[list[int]]) -> list[list[int]]:
     # Use a dict as an ordered set, because all replicas must assign the shares
     # identically.
     free_shares = dict.fromkeys(range(num_replicas))
-    largest_first = sorted(has_read, key=lambda pair: (-has_read[pair], pair))
+    largest_first = sorted(has_read, key=lambda key: (-has_read[key], key))
     for replica, index in largest_first:
         if replica not in share_of and index in free_shares:
             share_of[replica] = index

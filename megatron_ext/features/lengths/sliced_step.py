@@ -178,8 +178,8 @@ class LengthSlicer:
         has_data = bool(reading.order)
         is_as_shared = counts == replica_counts and order == replica_order
         differs = has_data and not is_as_shared
-        bounds_pairs = zip(reading.packed_bounds, packed_bounds, strict=False)
-        for own_bounds, shared_bounds in bounds_pairs:
+        bounds_of_both = zip(reading.packed_bounds, packed_bounds, strict=False)
+        for own_bounds, shared_bounds in bounds_of_both:
             differs |= bool(own_bounds) and own_bounds != shared_bounds
         # Agree within the job. Only ranks with data notice a difference, so share that
         # result as well. Otherwise, the other ranks would keep waiting for them.

@@ -199,7 +199,7 @@ class Costs:
     def _factors(
         self, slices: Sequence[float], squares: Sequence[float]
     ) -> dict[Kind, list[float]]:
-        """Return the factors for slices with these numbers of tokens and token pairs."""
+        """Return the factors for slices with these numbers of tokens and this cost of attention."""
         of_backward = self.attention * self.backward
         # W contains only the attention that does not fit in I.
         of_input = min(of_backward, self.input)

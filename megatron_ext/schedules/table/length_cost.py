@@ -21,9 +21,9 @@ class LengthCost:
     """
 
     linear: float
-    """Cost per token: projections and the feed-forward network."""
+    """Factor of L: projections and the feed-forward network."""
     quadratic: float
-    """Cost per pair of tokens in a sample: attention."""
+    """Factor of L^2: attention."""
 
     def __post_init__(self) -> None:
         """Check the coefficients."""

@@ -140,10 +140,10 @@ def check_figures(figures: Mapping[str, Any]) -> None:
         if not all(0 <= size <= 1 for size in sizes):
             raise ValueError(f"the sizes of slices are {sizes!r}")
     lengths = figures.get("lengths", {})
-    for microbatch, (tokens, pairs) in lengths.items():
+    for microbatch, (tokens, sum_of_squares) in lengths.items():
         _check_whole(int(microbatch))
         _check_whole(tokens)
-        _check_whole(pairs)
+        _check_whole(sum_of_squares)
 
 
 def _check_whole(number: object) -> None:

@@ -1,11 +1,11 @@
 """Fits the cost of a sample, as a function of its length, to the durations in a traced run.
 
 A sample of L tokens costs a*L + b*L^2, and a micro-batch costs the sum over its samples. For each
-micro-batch, the trace contains the number of tokens, the number of token pairs within samples (the
-sum of L^2), and the time on each stage. The cost per token, a + b * (pairs per token), is a
-straight line. A least-squares fit yields a and b for each stage, and their sums over the stages are
-the values for the model. Even if all samples have the same length, their slices are enough for a
-fit, because later slices attend to more tokens.
+micro-batch, the trace contains the number of tokens, the sum of L^2 over its samples, and the time
+on each stage. The cost per token, a + b * (sum of L^2 per token), is a straight line. A
+least-squares fit yields a and b for each stage, and their sums over the stages are the values for
+the model. Even if all samples have the same length, their slices are enough for a fit, because
+later slices attend to more tokens.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 _OUTLIER = 5.0
 """The second fit ignores durations with an error above this multiple of the median error."""
 _ONE_LENGTH = 1e-4
-"""Micro-batches have the same length if their pairs per token differ by at most this fraction."""
+"""Micro-batches have the same length if their squares per token differ by at most this fraction."""
 
 
 class Point(NamedTuple):
     """The size of a micro-batch or slice and its duration on a stage."""
 
     tokens: float
-    pairs: float
-    """Number of token pairs within samples."""
+    sum_of_squares: float
+    """Sum of the squared lengths of its samples."""
     took_s: float
 
 
@@ -75,9 +75,9 @@ def measured_length_cost(run: Run) -> tuple[LengthCost, list[float]]:
             )
         linear_s += cost.linear
         quadratic_s += cost.quadratic
-        for tokens, pairs, took_s in points:
+        for tokens, sum_of_squares, took_s in points:
             if took_s:
-                fitted_s = cost.linear * tokens + cost.quadratic * pairs
+                fitted_s = cost.linear * tokens + cost.quadratic * sum_of_squares
                 errors.append(abs(fitted_s - took_s) / took_s)
     return LengthCost(linear_s, quadratic_s), errors
 
@@ -106,7 +106,7 @@ def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
             attended = end * end - begin * begin
             point = Point(
                 tokens=microbatch_size.tokens * (end - begin),
-                pairs=microbatch_size.pairs * attended,
+                sum_of_squares=microbatch_size.sum_of_squares * attended,
                 took_s=took_ns / 1e9,
             )
             points[stage].append(point)
@@ -116,7 +116,7 @@ def _points(run: Run, slices: Sequence[float]) -> dict[int, list[Point]]:
 class _Rate(NamedTuple):
     """A point in the line fit."""
 
-    pairs_per_token: float
+    squares_per_token: float
     s_per_token: float
 
 
@@ -124,26 +124,26 @@ def fit(points: Sequence[Point]) -> LengthCost | None:
     """Return the best fit to the durations, in seconds, or None if they do not determine one."""
     rates = []
     for point in points:
-        pairs_per_token = point.pairs / point.tokens
+        squares_per_token = point.sum_of_squares / point.tokens
         s_per_token = point.took_s / point.tokens
-        rates.append(_Rate(pairs_per_token, s_per_token))
+        rates.append(_Rate(squares_per_token, s_per_token))
     cost = None
     # Fit twice. The second fit omits outliers, such as steps
     # disturbed by other programs.
     for _ in range(2):
-        pairs = [rate.pairs_per_token for rate in rates]
+        squares = [rate.squares_per_token for rate in rates]
         seconds = [rate.s_per_token for rate in rates]
         # Breaking in the second pass keeps the first fit.
         if not any(seconds):
             break
-        longest = max(pairs)
-        has_one_length = longest - min(pairs) <= _ONE_LENGTH * longest
+        longest = max(squares)
+        has_one_length = longest - min(squares) <= _ONE_LENGTH * longest
         if has_one_length:
             break
-        cost = _line(pairs, seconds)
+        cost = _line(squares, seconds)
         errors = []
         for rate in rates:
-            fitted_s = cost.linear + cost.quadratic * rate.pairs_per_token
+            fitted_s = cost.linear + cost.quadratic * rate.squares_per_token
             errors.append(abs(fitted_s - rate.s_per_token))
         bound = _OUTLIER * statistics.median(errors)
         rates_within_bound = []
@@ -154,14 +154,17 @@ def fit(points: Sequence[Point]) -> LengthCost | None:
     return cost
 
 
-def _line(pairs: Sequence[float], seconds: Sequence[float]) -> LengthCost:
-    """Return the least-squares line through the points that has no negative costs."""
-    quadratic, linear = statistics.linear_regression(pairs, seconds)
+def _line(squares: Sequence[float], seconds: Sequence[float]) -> LengthCost:
+    """Return the least-squares line through the points that has no negative costs.
+
+    `squares` and `seconds` hold each point's values per token.
+    """
+    quadratic, linear = statistics.linear_regression(squares, seconds)
     # A cost cannot be negative: set it to 0 and fit only the other one.
     if linear < 0:
-        sum_of_products = sum(x * y for x, y in zip(pairs, seconds, strict=True))
-        sum_of_squares = sum(x * x for x in pairs)
-        return LengthCost(0.0, sum_of_products / sum_of_squares)
+        sum_of_xy = sum(x * y for x, y in zip(squares, seconds, strict=True))
+        sum_of_xx = sum(x * x for x in squares)
+        return LengthCost(0.0, sum_of_xy / sum_of_xx)
     if quadratic < 0:
         return LengthCost(statistics.fmean(seconds), 0.0)
     return LengthCost(linear, quadratic)

@@ -140,8 +140,8 @@ class MicrobatchSize(NamedTuple):
     """The amount of data in a micro-batch."""
 
     tokens: int
-    pairs: int
-    """Number of token pairs within samples."""
+    sum_of_squares: int
+    """Sum of the squared lengths of its samples."""
 
 
 class ExchangeKey(NamedTuple):
@@ -186,7 +186,7 @@ class RankSurvey:
     exchange_ns: dict[ExchangeKey, int] = field(default_factory=dict)
     """Duration of each token exchange in nanoseconds, including the wait for the slowest rank."""
     lengths: dict[tuple[int, int], MicrobatchSize] = field(default_factory=dict)
-    """(iteration, micro-batch) -> the number of tokens and of token pairs within samples."""
+    """(iteration, micro-batch) -> the micro-batch's size."""
     links: dict[int, Link] = field(default_factory=dict)
     """Global rank of the sender -> the link from that rank."""
     sends: dict[int, int] = field(default_factory=dict)
@@ -408,8 +408,8 @@ class _IterationCounter:
         """Add all actions and messages to the survey."""
         number = self._iteration.number
         lengths = self._iteration.figures.get("lengths", {})
-        for microbatch, (tokens, pairs) in lengths.items():
-            size = MicrobatchSize(tokens, pairs)
+        for microbatch, (tokens, sum_of_squares) in lengths.items():
+            size = MicrobatchSize(tokens, sum_of_squares)
             self._result.lengths[number, int(microbatch)] = size
         for span in self._iteration.spans:
             if span.name in _KINDS:

@@ -63,8 +63,8 @@ def write_run(
 ) -> Path:
     """Simulate some steps and record them; return the folder of the run.
 
-    With `sizes` (tokens and pairs of each micro-batch), the first rank records them. With `ramp`,
-    the first steps have these numbers of micro-batches, the others `microbatches`. With
+    With `sizes` (tokens and sum of squares of each micro-batch), the first rank records them. With
+    `ramp`, the first steps have these numbers of micro-batches, the others `microbatches`. With
     `slice_sizes`, the slices of all steps depend on lengths. With `exchange_ms` (of a global rank,
     an action and a layer), stages have two layers that exchange tokens.
     """
