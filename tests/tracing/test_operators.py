@@ -37,7 +37,7 @@ def wrong_gradient(chunks: list[Any]) -> AbstractContextManager[Any]:
     return at_output(2, "mlp", change, 1)(chunks)
 
 
-def _train_pairs(own: Training, other: Training, places: dict[str, str]) -> None:
+def _train_both(own: Training, other: Training, places: dict[str, str]) -> None:
     for fault in (wrong_product, wrong_gradient):
         for what, place in (("digests", ""), ("operators", places[fault.__name__])):
             os.environ[OPERATORS] = place
@@ -58,17 +58,17 @@ def test_the_first_wrong_operator_of_the_first_wrong_layer_is_named(
         "wrong_gradient": Place(1, 1, "backward", "decoder.layers.2"),
     }
     texts = {name: str(place) for name, place in places.items()}
-    run_ranks(2, _train_pairs, own, other, texts, timeout_s=280)
+    run_ranks(2, _train_both, own, other, texts, timeout_s=280)
     sentences = {}
     for name, place in places.items():
-        pairs = {}
+        folders_by_content = {}
         for what in ("digests", "operators"):
             folders = [tmp_path / f"{run}-{name}-{what}" for run in ("own", "other")]
-            pairs[what] = folders
-        difference = locate(*pairs["digests"])
+            folders_by_content[what] = folders
+        difference = locate(*folders_by_content["digests"])
         assert difference is not None
         assert place_of(difference) == place
-        sentences[name] = first_operator(*pairs["operators"]).sentence
+        sentences[name] = first_operator(*folders_by_content["operators"]).sentence
     changed = "in the forward pass of decoder.layers.2: aten.add.Tensor -> [16, 1, 32]"
     assert changed in sentences["wrong_product"]
     assert (

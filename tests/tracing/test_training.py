@@ -190,7 +190,7 @@ def _told(step: Iteration) -> bool:
         str(s.attributes["microbatch"]) for s in step.spans if s.name == "forward"
     }
     assert all(size == [2 * 16, 2 * 16**2] for size in sizes.values()), (
-        "tokens, pairs of [2, 16]"
+        "tokens, sum of squares of [2, 16]"
     )
     return sizes.keys() == forwards
 
@@ -211,8 +211,8 @@ def test_followers_wait_for_their_leader_and_links_have_their_wire(
     assert run.surveys[0].file.path.parent.name == tmp_path.name
     found = content(report.page(run))["links"]
     links = sorted((link["source"], link["target"], link["wire"]) for link in found)
-    pairs = [(0, 1), (0, 2), (1, 3), (2, 0), (2, 3), (3, 1)]  # 0 and 2 lead 1 and 3
-    assert links == [(*pair, "tcp") for pair in pairs]
+    expected = [(0, 1), (0, 2), (1, 3), (2, 0), (2, 3), (3, 1)]  # 0 and 2 lead 1 and 3
+    assert links == [(*link, "tcp") for link in expected]
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

@@ -47,7 +47,7 @@ def first_operator(
 ) -> OperatorComparison:
     """Find the first operator that differs.
 
-    Operators are paired by name and shapes, in order, because the two runs may not run the same
+    Operators are matched by name and shapes, in order, because the two runs may not run the same
     operators: a schedule that splits backward passes runs fewer in the same module.
 
     Args:
@@ -82,42 +82,44 @@ def first_operator(
     place = Place.parsed(places.pop())
     where = f"in the {place.direction} pass of {place.module}"
     # Compare rank by rank, because every rank holds a different shard of the module.
-    num_pairs = 0
+    num_matches = 0
     for ranks, file in sorted(first_run.items()):
-        pairs = _Pairs(file.operators, second_run[ranks].operators)
-        description = pairs.first_difference(tolerance)
+        matches = _Matches(file.operators, second_run[ranks].operators)
+        description = matches.first_difference(tolerance)
         if description:
             sentence = f"first operator that differs {where}: {description}"
             return OperatorComparison(sentence, are_equal=False)
-        num_pairs += pairs.count
-    if not num_pairs:
+        num_matches += matches.count
+    if not num_matches:
         raise DataError(
             f"neither run has operators {where}; record both for a module that computes"
         )
-    sentence = f"none of the {num_pairs} operators that both runs have {where} differs"
+    sentence = (
+        f"none of the {num_matches} operators that both runs have {where} differs"
+    )
     return OperatorComparison(sentence, are_equal=True)
 
 
-class _Pairs:
-    """A rank's operators in two runs, paired in order by name and shapes."""
+class _Matches:
+    """A rank's operators in two runs, matched in order by name and shapes."""
 
     def __init__(self, first: Sequence[Operator], second: Sequence[Operator]) -> None:
         self._first = first
         self._second = second
         self.count = 0
-        """Number of pairs compared so far."""
+        """Number of matches compared so far."""
 
     def first_difference(self, tolerance: float) -> str:
-        """Describe the first pair that differs, or return an empty text if none does.
+        """Describe the first match that differs, or return an empty text if none does.
 
-        Operators that only one run has are ignored if a pair with identical results follows.
+        Operators that only one run has are ignored if a match with identical results follows.
         """
         first, second = self._first, self._second
         first_keys = [operator.text for operator in first]
         second_keys = [operator.text for operator in second]
         only_reference: list[Operator] = []
         only_candidate: list[Operator] = []
-        # By default, `SequenceMatcher` never pairs frequent items, such as additions,
+        # By default, `SequenceMatcher` never matches frequent items, such as additions,
         # in sequences of 200 items or more.
         matcher = SequenceMatcher(None, first_keys, second_keys, autojunk=False)
         last_reference: Sequence[Operator] = ()
@@ -130,7 +132,7 @@ class _Pairs:
             second_end,
         ) in matcher.get_opcodes():
             last_reference = last_candidate = ()
-            # Remember unpaired operators, because they may have caused the next difference.
+            # Remember unmatched operators, because they may have caused the next difference.
             if tag != "equal":
                 last_reference = first[first_begin:first_end]
                 last_candidate = second[second_begin:second_end]
@@ -142,13 +144,13 @@ class _Pairs:
                 other = second[second_begin + index - first_begin]
                 self.count += 1
                 if operator.bits == other.bits:
-                    # Identical results prove that the unpaired operators
+                    # Identical results prove that the unmatched operators
                     # before them changed nothing.
                     only_reference.clear()
                     only_candidate.clear()
                     continue
                 relative = relative_difference(operator, other)
-                # Keep the unpaired operators, because they may have caused this difference.
+                # Keep the unmatched operators, because they may have caused this difference.
                 if tolerance and relative <= tolerance:
                     continue
                 amount = (
@@ -164,7 +166,7 @@ class _Pairs:
                 if self.count
                 else "no operator is in both"
             )
-            # No pair follows these operators, so there is no way to tell
+            # No match follows these operators, so there is no way to tell
             # if they change the result.
             return (
                 after

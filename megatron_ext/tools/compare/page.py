@@ -87,7 +87,7 @@ def _colour(position: int) -> str:
 
 @dataclass(frozen=True)
 class _Line:
-    """One run's points in a chart, as (iteration, value) pairs."""
+    """One run's points in a chart, as (iteration, value)."""
 
     position: int
     """The contender's position, which determines the colour."""

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.survey import RankSurvey
     from megatron_ext.tracing.records import Header
 
-_RankPair = tuple[int, int]
+_TwoRanks = tuple[int, int]
 """Global ranks of the sender and the receiver."""
-_ClockPair = tuple[str, str]
+_TwoClocks = tuple[str, str]
 """Clocks of the sender and the receiver."""
 _SentMessage = tuple[int, int]
 """Global rank of the sender, and the message's number."""
@@ -51,7 +51,7 @@ def use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
     started and ended in each step.
     """
     transits = _transits(surveys)
-    fastest_ns: dict[_RankPair, int] = {}
+    fastest_ns: dict[_TwoRanks, int] = {}
     for ranks, messages in transits.items():
         # The fastest message gives the tightest bound on the clocks.
         fastest_ns[ranks] = min(message.took_ns for message in messages)
@@ -69,7 +69,7 @@ def use_one_clock(surveys: Sequence[RankSurvey]) -> list[str]:
     return _notes(shifts)
 
 
-def _transits(surveys: Sequence[RankSurvey]) -> dict[_RankPair, list[Transit]]:
+def _transits(surveys: Sequence[RankSurvey]) -> dict[_TwoRanks, list[Transit]]:
     """Return (sender, receiver) -> their messages, with durations measured across both clocks."""
     send_begins_ns: dict[_SentMessage, int] = {}
     for survey in surveys:
@@ -77,7 +77,7 @@ def _transits(surveys: Sequence[RankSurvey]) -> dict[_RankPair, list[Transit]]:
             # The key includes the sending rank, so a message counts only if both
             # files agree on the sender.
             send_begins_ns[survey.header.rank, number] = begin_ns
-    transits: dict[_RankPair, list[Transit]] = defaultdict(list)
+    transits: dict[_TwoRanks, list[Transit]] = defaultdict(list)
     for survey in surveys:
         for number, receive in survey.receives.items():
             send_ns = send_begins_ns.get((receive.source, number))
@@ -117,7 +117,7 @@ def _extend_steps_to_pipelines(surveys: Sequence[RankSurvey]) -> None:
 
 
 def _measure_delays(
-    surveys: Sequence[RankSurvey], transits: Mapping[_RankPair, Sequence[Transit]]
+    surveys: Sequence[RankSurvey], transits: Mapping[_TwoRanks, Sequence[Transit]]
 ) -> None:
     """Set each link's delay to the median over the messages that the receiver waited for."""
     shifts_ns = {survey.header.rank: survey.file.shift_ns for survey in surveys}
@@ -148,7 +148,7 @@ def _notes(shifts: Mapping[str, ClockShift]) -> list[str]:
 
 
 def align(
-    headers: Mapping[int, Header], fastest_ns: Mapping[_RankPair, int]
+    headers: Mapping[int, Header], fastest_ns: Mapping[_TwoRanks, int]
 ) -> dict[str, ClockShift]:
     """Find the shift for each clock that makes all clocks agree with the lowest rank's clock.
 
@@ -182,14 +182,14 @@ def align(
 
 
 def _bounds_between_clocks(
-    headers: Mapping[int, Header], fastest_ns: Mapping[_RankPair, int]
-) -> dict[_ClockPair, int]:
-    """Return upper bounds on how far the second clock of a pair is ahead of the first.
+    headers: Mapping[int, Header], fastest_ns: Mapping[_TwoRanks, int]
+) -> dict[_TwoClocks, int]:
+    """Return upper bounds on how far the second of two clocks is ahead of the first.
 
     If a message was sent at time s on the first clock and arrived at time r on the second, the
     second clock is ahead by at most r - s.
     """
-    bounds_ns: dict[_ClockPair, int] = {}
+    bounds_ns: dict[_TwoClocks, int] = {}
     for (source, target), took_ns in fastest_ns.items():
         clocks = headers[source].clock, headers[target].clock
         tightest_ns = bounds_ns.get(clocks, took_ns)
@@ -199,7 +199,7 @@ def _bounds_between_clocks(
 
 def _relate(
     root: str,
-    bounds_ns: Mapping[_ClockPair, int],
+    bounds_ns: Mapping[_TwoClocks, int],
     shifts: dict[str, ClockShift],
 ) -> None:
     """Add the shifts of all clocks that messages connect to a clock with a known shift."""

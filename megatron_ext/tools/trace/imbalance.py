@@ -208,8 +208,8 @@ def _for_one(
 def _weights_ns(survey: RankSurvey) -> float:
     """Return how much time a rank spends on weight gradients per step."""
     total_ns = 0
-    for (name, _stage, _slice), sample_ns in survey.actions.items():
-        if name == "weight_gradient":
+    for action, sample_ns in survey.actions.items():
+        if action.name == "weight_gradient":
             total_ns += sum(sample_ns)
     # The survey only contains durations from the sampled iterations.
     return total_ns / max(1, survey.num_sampled)

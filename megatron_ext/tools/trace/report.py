@@ -187,7 +187,7 @@ def _inks() -> dict[str, str]:
 def _verdict(
     total: Step, forecast: Forecast, slow_items: Sequence[Slow]
 ) -> list[tuple[str, str]]:
-    """Return (heading, sentence) pairs: where the time goes, what to change, and so on."""
+    """Return each heading with its sentence: where the time goes, what to change, and so on."""
     # With these causes, a rank is waiting for another rank.
     causes_of_others = "input", "leader", "credit", "end of the pipeline"
     idle_ns = sum(total.idle_ns.values())
@@ -236,7 +236,7 @@ def _idle_shares(steps: Sequence[Step], steps_per_column: int) -> list[float]:
 
 
 def _settings(run: Run) -> list[list[str]]:
-    """Return (setting, value) pairs. A setting that differs between ranks has one row per value."""
+    """Return rows of a setting and its value, one row per value if it differs between ranks."""
     ranks_by_value: dict[str, dict[str, list[int]]] = defaultdict(
         lambda: defaultdict(list)
     )

@@ -105,7 +105,7 @@ def test_a_tolerance_allows_other_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("run", "is_candidate"), [("candidate", True), ("reference", False)]
 )
-def test_operators_that_follow_the_last_pair_are_a_difference(
+def test_operators_that_follow_the_last_match_are_a_difference(
     tmp_path: Path, run: str, is_candidate: bool
 ) -> None:
     short, long = recorded(tmp_path / "short", LAYER), [*LAYER, operator("mul")]

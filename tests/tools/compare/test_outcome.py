@@ -92,7 +92,7 @@ def test_a_gain_within_the_noise_is_not_simply_kept(tmp_path: Path) -> None:
         (Promise(None, None, "dropout"), 0.5, "not judged", EQUAL),
     ],
 )
-def test_numbers_are_held_to_what_the_pair_promises(
+def test_numbers_are_held_to_what_both_runs_promise(
     tmp_path: Path, promise: Promise, change: float, judgement: str, code: int
 ) -> None:
     losses = (*LOSSES[:-1], LOSSES[-1] * (1 + change))

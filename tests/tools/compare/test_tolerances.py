@@ -1,4 +1,4 @@
-"""What a pair of runs promises of its numbers."""
+"""What two runs promise of their numbers."""
 
 from __future__ import annotations
 

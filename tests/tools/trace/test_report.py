@@ -211,7 +211,7 @@ def test_links_are_about_steps_whose_number_is_given(tmp_path: Path) -> None:
         assert [link["messages"] / link["steps"] for link in links] == [8] * 6
 
 
-def test_every_pair_of_ranks_has_the_wire_that_carried_its_messages(
+def test_every_link_has_the_wire_that_carried_its_messages(
     tmp_path: Path,
 ) -> None:
     run = write_run(tmp_path, wire_of=lambda a, b: "shm" if a // 2 == b // 2 else "tcp")
