@@ -162,13 +162,13 @@ def dest_of(flag: str) -> str:
 
 
 def entries(text: str) -> list[tuple[str, str]]:
-    """Return a text's entries: unindented lines, paired with the indented lines that follow."""
-    pairs = []
+    """Return a text's entries: unindented lines, each with the indented lines that follow."""
+    all_entries = []
     for unindented, indented in _ENTRY.findall(dedent(f"{text}\n")):
         key = " ".join(unindented.split())
         value = " ".join(indented.split())
-        pairs.append((key, value))
-    return pairs
+        all_entries.append((key, value))
+    return all_entries
 
 
 def read_rules(text: str) -> tuple[Rule, ...]:

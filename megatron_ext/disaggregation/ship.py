@@ -119,7 +119,7 @@ class Replay:
         def computed_later(*inputs: Any) -> Any:
             if torch.is_grad_enabled():
                 return function(*inputs)
-            # The block expects the pair (hidden states, context).
+            # The block expects (hidden states, context).
             return output, inputs[2]
 
         return computed_later

@@ -30,7 +30,7 @@ Kwargs = dict[str, Any]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _BEFORE_ALL: Release = (0, 0)
 _AFTER_ALL: Release = (1 << 30, 0)
-_Pair = tuple[Any, Any]
+_Replacement = tuple[Any, Any]
 """An object and its replacement."""
 
 MISSING = object()
@@ -311,7 +311,7 @@ def bound_objects() -> set[int]:
 
 
 def rebind(
-    pairs: Iterable[_Pair],
+    replacements: Iterable[_Replacement],
     untouched: Container[str],
     *,
     in_classes: bool = False,
@@ -319,7 +319,7 @@ def rebind(
     """Replace objects wherever a loaded module binds them to a name.
 
     Args:
-        pairs: `(old, new)`; old objects are functions, methods or classes.
+        replacements: `(old, new)`; old objects are functions, methods or classes.
         untouched: Packages whose names are left alone.
         in_classes: Whether to also search classes in modules.
 
@@ -328,12 +328,12 @@ def rebind(
     """
     # Compare by identity: a sweep by name would miss renamed copies and replace
     # unrelated objects with the same name.
-    pair_of: dict[int, _Pair] = {}
-    for old, new in pairs:
+    replacement_of: dict[int, _Replacement] = {}
+    for old, new in replacements:
         if old is not new:
-            pair_of[id(old)] = old, new
+            replacement_of[id(old)] = old, new
     rebound: list[Copy] = []
-    if not pair_of:
+    if not replacement_of:
         return rebound
     for module_name, module in list(sys.modules.items()):
         # Any other attribute access could load a lazy module.
@@ -342,8 +342,8 @@ def rebind(
         if not isinstance(names, dict) or package in untouched:
             continue
         for name, value in list(names.items()):
-            if id(value) in pair_of:
-                old, new = pair_of[id(value)]
+            if id(value) in replacement_of:
+                old, new = replacement_of[id(value)]
                 rebound.append(Copy(names, name, old, new))
                 names[name] = new
             if not in_classes:
@@ -352,15 +352,15 @@ def rebind(
             # some objects emit a warning.
             is_class = issubclass(type(value), type)
             if is_class and value.__module__ == module_name:
-                _rebind_in_class(value, pair_of)
+                _rebind_in_class(value, replacement_of)
     return rebound
 
 
-def _rebind_in_class(cls: type, pair_of: dict[int, _Pair]) -> None:
+def _rebind_in_class(cls: type, replacement_of: dict[int, _Replacement]) -> None:
     for name, value in list(vars(cls).items()):
         is_static = isinstance(value, staticmethod)
         function = value.__func__ if is_static else value
-        if id(function) not in pair_of:
+        if id(function) not in replacement_of:
             continue
-        _, new = pair_of[id(function)]
+        _, new = replacement_of[id(function)]
         setattr(cls, name, staticmethod(new) if is_static else new)

@@ -177,7 +177,7 @@ class Registry:
         """Rebind copies of replaced names in loaded modules.
 
         Args:
-            replaced: Pairs of an original and its patched value.
+            replaced: `(original, patched)` values.
             modules: Names of the modules that define the originals.
         """
         # Skip our own modules (which deliberately keep the originals), torch's

@@ -807,7 +807,7 @@ class _Books:
         width = model.expert_hidden
         tokens = self.tokens / self.tensor
         choices = tokens * model.top_k
-        """Number of (token, expert) pairs."""
+        """Number of tokens, counted once for each of their experts."""
         num_local = model.num_experts // num_ranks
         projections_up = 2 if model.gated else 1
         width_up = model.expert_ffn * projections_up

@@ -145,7 +145,7 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
     device_type = torch.device(current_device.type)
     # Recomputation needs no handling here: upstream restores torch's states itself, but
     # never those of `random` and `numpy`, even in its own schedules. Use Megatron's
-    # pair of functions, which covers all of a release's generators.
+    # functions, which cover all of a release's generators.
     host, device, tracked = random._get_all_rng_states()
     try:
         fresh_host = fresh(host, torch.device("cpu"), "host")

@@ -21,8 +21,8 @@ _SPARE = np.random.MT19937()
 def host_generators(seed: int) -> Iterator[None]:
     """Seed `random` and `numpy.random` with 63 bits, and restore their states afterwards.
 
-    NumPy draws normal numbers in pairs. If only the first number of a pair has been used, the
-    second one is lost.
+    NumPy draws normal numbers two at a time. If only the first one has been used, the second one is
+    lost.
     """
     python_state = random.getstate()
     numpy_generator = np.random.get_bit_generator()

@@ -264,15 +264,15 @@ class Runtime:
             return None
         # Ranks without such stages create no group but must still make this call:
         # creating groups is collective over the job.
-        pairs = []
+        twins = []
         if reads_for_twin:
             low, high = sorted((dist.get_rank(), mirrored[self.rank]))
-            pairs = [(low, high)]
-        groups = groups_of_ranks(pairs, self.pipeline.timeout_s)
-        if not pairs:
+            twins = [(low, high)]
+        groups = groups_of_ranks(twins, self.pipeline.timeout_s)
+        if not twins:
             return None
-        [pair] = pairs
-        return partial(swapped, groups[pair])
+        [both] = twins
+        return partial(swapped, groups[both])
 
     def _check_fit(self, chunks: Sequence[torch.nn.Module]) -> None:
         name = self.pipeline.name

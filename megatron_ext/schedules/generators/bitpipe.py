@@ -163,7 +163,7 @@ def _paper_row(
         backwards,
         num_units=len(firsts),
         pp=pp,
-        num_pairs=num_ranks - rank,
+        num_alternations=num_ranks - rank,
     )
     return tuple(row)
 
@@ -202,26 +202,27 @@ def _weave(
     backwards: list[Action],
     num_units: int,
     pp: int,
-    num_pairs: int,
+    num_alternations: int,
 ) -> list[Action]:
-    """Return the warm-up, then per unit: pairs, drain, pairs with the next unit, refill."""
-    warm_up = 2 * pp - num_pairs
-    drain = warm_up - num_pairs + 1
+    """Return the warm-up, then per unit: F and B in turn, drain, both in turn, refill."""
+    warm_up = 2 * pp - num_alternations
+    drain = warm_up - num_alternations + 1
     remaining_forwards = iter(forwards)
     remaining_backwards = iter(backwards)
     # Alternate forward and backward passes. `alternating` consumes the same two
-    # iterators as the slices below, so every action appears once.
-    pairs = zip(remaining_forwards, remaining_backwards, strict=False)
-    alternating = chain.from_iterable(pairs)
+    # iterators as the calls below, so every action appears once.
+    alternating = chain.from_iterable(
+        zip(remaining_forwards, remaining_backwards, strict=False)
+    )
     row = list(islice(remaining_forwards, warm_up))
     for _ in range(num_units - 1):
-        row += islice(alternating, 2 * num_pairs)
+        row += islice(alternating, 2 * num_alternations)
         # The current unit drains.
         row += islice(remaining_backwards, drain)
         # This unit's backward passes alternate with the next unit's forward passes, and the next
         # unit then refills the pipeline.
-        row += islice(alternating, 2 * num_pairs - 2)
+        row += islice(alternating, 2 * num_alternations - 2)
         row += islice(remaining_forwards, drain)
-    row += islice(alternating, 2 * num_pairs)
+    row += islice(alternating, 2 * num_alternations)
     row += remaining_backwards
     return row
