@@ -24,7 +24,7 @@ _OF_MICROBATCHES: dict[MessageKind, str] = {
 
 
 class Message(NamedTuple):
-    """Identity of a tensor sent between two ranks, unique within a step for this pair of ranks."""
+    """Identity of a tensor sent between two ranks, unique within a step for these two ranks."""
 
     kind: MessageKind
     stage: int

@@ -169,25 +169,25 @@ void RdmaChannel::accept_offer(const Offer& offer) {
     remote_key_ = offer.key;
 }
 
-/// Pairs of a local and a remote source that may reach each other, best first. Both ends try the
-/// same pairs in the same order.
-std::vector<std::pair<std::size_t, std::size_t>> RdmaChannel::pairs_with(const Offer& peer_offer,
+/// The indices of a local and a remote source that may reach each other, best first. Both ends try
+/// the same ones in the same order.
+std::vector<std::pair<std::size_t, std::size_t>> RdmaChannel::candidates(const Offer& peer_offer,
                                                                          bool is_first) const {
-    std::vector<std::pair<std::size_t, std::size_t>> pairs;
+    std::vector<std::pair<std::size_t, std::size_t>> usable;
     for (std::size_t i = 0; i < sources_.size(); ++i) {
         for (std::size_t j = 0; j < peer_offer.num_sources; ++j) {
             if (sources_[i].link_layer == peer_offer.sources[j].link_layer &&
                 sources_[i].gid.kind() == peer_offer.target(j).gid.kind()) {
-                pairs.emplace_back(i, j);
+                usable.emplace_back(i, j);
             }
         }
     }
-    const auto rank = [&](const std::pair<std::size_t, std::size_t>& pair) {
-        return std::pair(pair.first + pair.second, is_first ? pair.first : pair.second);
+    const auto rank = [&](const std::pair<std::size_t, std::size_t>& both) {
+        return std::pair(both.first + both.second, is_first ? both.first : both.second);
     };
-    std::sort(pairs.begin(), pairs.end(),
+    std::sort(usable.begin(), usable.end(),
               [&](const auto& left, const auto& right) { return rank(left) < rank(right); });
-    return pairs;
+    return usable;
 }
 
 Arena RdmaChannel::outbox_arena() const { return attach_again(mirror_.fd()); }
@@ -202,7 +202,7 @@ void RdmaChannel::connect(const Exchange& exchange, bool is_first, Deadline dead
     accept_offer(peer_offer);
 
     std::string failures;
-    for (const auto& [i, j] : pairs_with(peer_offer, is_first)) {
+    for (const auto& [i, j] : candidates(peer_offer, is_first)) {
         // Make sure that both ends are ready to receive before either writes.
         std::string failure =
             try_together(exchange, peer_, [&] { queue_pair_.begin(sources_[i]); });

@@ -39,9 +39,9 @@ class RdmaChannel {
                 std::vector<RdmaSource> sources, const RdmaSettings& settings);
 
     /// Connects to the peer, which must call this too; `is_first` must be true at exactly one of
-    /// the two ends. Tries pairs of both ends' sources, best first, until each end has written a
+    /// the two ends. Tries one source of each end, best first, until each end has written a
     /// full-size packet to the other: devices accept a connection even without a route. Throws
-    /// RdmaError if no pair works.
+    /// RdmaError if none works.
     void connect(const Exchange& exchange, bool is_first, Deadline deadline, InterruptCheck check);
 
     /// The arena for messages to the peer, for an Outbox.
@@ -77,7 +77,7 @@ class RdmaChannel {
     QueuePair::Depth depth() const noexcept;
     Offer make_offer() const;
     void accept_offer(const Offer& offer);
-    std::vector<std::pair<std::size_t, std::size_t>> pairs_with(const Offer& peer_offer,
+    std::vector<std::pair<std::size_t, std::size_t>> candidates(const Offer& peer_offer,
                                                                 bool is_first) const;
     void write_packet(Deadline deadline, InterruptCheck check);
     void write_piece(std::uint32_t slot);

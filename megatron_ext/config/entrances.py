@@ -265,9 +265,9 @@ def running(pipeline: Pipeline) -> str:
 
 def _wires_in_words(transport: str) -> str:
     """Return the transport's name for the log."""
-    # `auto` is resolved for each pair of ranks when they connect.
+    # `auto` is resolved whenever two ranks connect.
     if transport == "auto":
-        return "the fastest transport for each pair of ranks (auto)"
+        return "the fastest transport between any two ranks (auto)"
     return transport
 
 

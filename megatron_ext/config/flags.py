@@ -89,16 +89,16 @@ _HELP = f"""
 --pipeline-transport transport
     Transport between pipeline ranks, including under Megatron's own schedules: torch.distributed,
     shared memory on one host, TCP or RDMA. With the last three, GPU tensors go through pinned
-    memory. auto picks the best transport for each pair of ranks: GPUs on one host exchange tensors
-    directly if they can; other pairs use torch.distributed, or RDMA or TCP with --use-dpp (default:
+    memory. auto picks the best transport between any two ranks: GPUs on one host exchange tensors
+    directly if they can; all others use torch.distributed, or RDMA or TCP with --use-dpp (default:
     torch; with --use-dpp: auto).
 --node-ips node_ips ADDRESS
     Addresses for --pipeline-transport auto, tcp and rdma: one per node, in rank order, or one per
     rank (default: the addresses on the route to MASTER_ADDR).
 --pipeline-device-path device_path
     How GPU tensors reach ranks on the same host over --pipeline-transport shm or auto: staged
-    through pinned memory, or by CUDA IPC from GPU to GPU, which every pair of GPUs must support.
-    auto: CUDA IPC for pairs that support it under --pipeline-transport auto, otherwise staged
+    through pinned memory, or by CUDA IPC from GPU to GPU, which must work between all GPUs.
+    auto: CUDA IPC between GPUs that support it under --pipeline-transport auto, otherwise staged
     (default: auto).
 --pipeline-checksum checksums
     Checksum the bytes of each message over --pipeline-transport auto, shm, tcp or rdma, so that

@@ -486,7 +486,7 @@ def _torch_is_best(config: PipelineConfig, world_size: int, *, in_job: bool) -> 
     """Return whether transport `auto` selects torch.distributed.
 
     torch.distributed provides everything that a schedule with a fixed order needs. Tables use it
-    for every pair of ranks that does not share device memory, on one host or several. Megatron's
+    for any two ranks that do not share device memory, on one host or several. Megatron's
     own schedules use it only on one host, where they run unchanged.
     """
     # Only a fixed order suits torch.distributed, which cannot tell which messages have arrived.
@@ -503,7 +503,7 @@ def _torch_is_best(config: PipelineConfig, world_size: int, *, in_job: bool) -> 
         return False
     scope = ""
     if config.tries_ipc and config.schedule is not None:
-        scope = ", for pairs of ranks that do not share device memory"
+        scope = ", between ranks that do not share device memory"
     _LOG.info(
         "--pipeline-transport auto: torch.distributed, which moves tensors between devices without "
         "a copy in host memory%s",

@@ -34,7 +34,7 @@ from megatron_ext.schedules.table.length_cost import LengthCost  # noqa: TC001 -
 from megatron_ext.schedules.table.slices import MAX_SLICES
 
 TransportName = Literal["torch", "auto", "shm", "tcp", "rdma"]
-"""torch: torch.distributed, the default. auto: our native core over the best wire for each pair of
+"""torch: torch.distributed, the default. auto: our native core over the best wire between any two
 ranks. shm, tcp, rdma: the native core over this wire only."""
 
 DevicePath = Literal["auto", "staged", "ipc"]
@@ -194,7 +194,7 @@ class PipelineConfig:
     """Transport for tensors. Default: torch, or auto with `dynamic` or `disaggregation`."""
     device_path: DevicePath = "auto"
     """How device tensors reach other ranks if the transport is not torch. auto: with the transport
-    `auto`, directly between devices for each pair of ranks that supports it; otherwise staged."""
+    `auto`, directly between the devices of any two ranks that support it; otherwise staged."""
     node_ips: tuple[str, ...] = ()
     """Addresses of nodes or ranks, for connections between hosts. Empty: detected automatically."""
     checksums: bool = False

@@ -1,4 +1,4 @@
-"""Publishes each process's address and chooses a wire for each pair of ranks."""
+"""Publishes each process's address and chooses the wire between two ranks."""
 
 from __future__ import annotations
 

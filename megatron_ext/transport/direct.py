@@ -488,7 +488,7 @@ class Reach(NamedTuple):
     reasons: dict[int, str]
     """Global rank of a peer that the device cannot reach -> the reason."""
     is_complete: bool
-    """Whether the devices of every pair of peers in the job can reach each other."""
+    """Whether all peers in the job can reach each other's devices."""
 
 
 class _Offer(NamedTuple):

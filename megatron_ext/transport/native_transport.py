@@ -1,4 +1,4 @@
-"""The native core's transport: carries messages in any order, over each pair's wire.
+"""The native core's transport: carries messages in any order, over the wire chosen for each peer.
 
 Within a host, the sender writes messages into the receiver's memory. A message that fits in a slot
 is received without another copy: the tensor uses the slot's memory, which is freed together with
@@ -140,7 +140,7 @@ class NativeTransport:
             itself.
         run_id: Distinguishes jobs that share a store, and the transports within a job. Must be
             identical on all ranks.
-        wire: shm, tcp, rdma, or auto, which picks the best wire for each pair.
+        wire: shm, tcp, rdma, or auto, which picks the best wire for each peer.
         slots: Number of messages from each peer that this rank has room for, at least 2. Above
             1024, further messages wait at the sender. Received tensors may occupy half of the
             slots; the other half stays available for new messages.

@@ -1,4 +1,4 @@
-"""Connects a job's processes: exchanges addresses through a store, then connects each pair.
+"""Connects a job's processes: exchanges addresses through a store, then opens connections.
 
 Each process listens on a unix socket and, if it may have peers on other hosts, on a TCP port, and
 publishes both in the store, together with a secret.
@@ -178,7 +178,7 @@ class _Rendezvous:
         self._peer_addresses: dict[int, Address] = {}
 
     def run(self, peers: Iterable[int], ip: str | None) -> dict[int, Connection]:
-        """Connect to all peers. In each pair, the lower rank is the client."""
+        """Connect to all peers. Of two ranks, the lower one is the client."""
         higher = sorted(peer for peer in peers if peer > self._rank)
         lower = {peer for peer in peers if peer < self._rank}
         with ExitStack() as open_until_done:
@@ -187,8 +187,8 @@ class _Rendezvous:
             self._store.set(f"{self._prefix}{self._rank}", published)
             connections: dict[int, Connection] = {}
             try:
-                # If a pair has no common wire, the client raises an error; raise it on the server
-                # too.
+                # If two ranks have no common wire, the client raises an error; raise it on the
+                # server too.
                 for peer in sorted(lower):
                     address = self._address(peer)
                     choose_wire(self._rank, self._my_address, peer, address)

@@ -20,7 +20,7 @@ VPP2 = "--num-virtual-stages-per-pipeline-rank 2 "
 CHOSEN = {
     PP4 + "--use-dpp": (
         "1f1b on 4 ranks, 8 micro-batches: dynamic order by hint, at most 5 activations (+1); ",
-        "; messages over the fastest transport for each pair of ranks (auto)",
+        "; messages over the fastest transport between any two ranks (auto)",
     ),
     PP4 + VPP2 + "--use-dpp --dpp-extra-activations 0 --pipeline-transport shm": (
         "interleaved chunks=2 on 4 ranks", "at most 5.5 activations (+0); ", "; messages over shm",

@@ -523,7 +523,7 @@ def test_auto_leaves_tables_between_devices_to_torch(
     assert chosen(pipeline_transport="auto") == chosen() == "torch"
     [told] = caplog.messages
     assert told.startswith("--pipeline-transport auto: torch.distributed")
-    assert "for pairs of ranks that do not share device memory" in told
+    assert "between ranks that do not share device memory" in told
     assert chosen(4, pipeline_transport="auto") == "torch"  # on two hosts
 
 

@@ -1,4 +1,4 @@
-"""The transport of each pair of ranks between emulated devices, and what training yields."""
+"""The transport between any two ranks on emulated devices, and what training yields."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DYNAMIC = "--pipeline-schedule zb-h1 --use-dpp "
 def _on_hosts(
     hosts: str, words: list[str], cut: int = -1
 ) -> tuple[Captured, list[str]]:
-    """Train as a rank of the host that `hosts` has for it; return what is logged about pairs.
+    """Train as a rank of the host that `hosts` has for it; return what is logged about links.
 
     The ranks only believe that they run on several hosts: their addresses say so.
     """
@@ -57,7 +57,7 @@ def _on_hosts(
 def _trained(
     flags: str, hosts: str = "aaaa", cut: int = -1, connections: int = 8
 ) -> tuple[list[str], list[str]]:
-    """Train on 4 ranks; return the classes of their transports and what they tell of pairs."""
+    """Train on 4 ranks; return the classes of their transports and what they tell of links."""
     env = queued(connections=connections, jitter_us=100, seed=connections)
     words = f"{_FLAGS}{PP4}{flags}".split()
     by_rank = run_ranks(4, _on_hosts, hosts, words, cut, device="musa", env=env)
@@ -138,13 +138,13 @@ def _opened_under_two_configurations() -> list[str]:
         )  # fmt: skip
         pipeline = active.pipeline()
         assert pipeline is not None
-        pairs = {
-            pair for low in (me - 1, me) for pair in ((low, low + 1), (low + 1, low))
+        links = {
+            link for low in (me - 1, me) for link in ((low, low + 1), (low + 1, low))
         }
-        pairs = {pair for pair in pairs if {*pair} <= {0, 1, 2}}
+        links = {link for link in links if {*link} <= {0, 1, 2}}
         shapes = {"F": [(4, 1, 8)], "B": [(4, 1, 8)]}
         device = devices.current().torch_device(me)
-        transport = open_transport(pipeline, device, pairs, shapes, torch.float32)
+        transport = open_transport(pipeline, device, links, shapes, torch.float32)
         classes.append(type(transport).__name__)
         transport.close()
     return classes

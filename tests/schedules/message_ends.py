@@ -23,7 +23,5 @@ def check_message_ends(table: Schedule) -> None:
                     sender, receiver = transfer.peer, rank
                 message = (sender, receiver, transfer.to_twin, transfer.message)
                 ends[transfer.verb].append(message)
-    assert len(set(ends["SEND"])) == len(ends["SEND"]), (
-        "a name is unique for a pair of ranks"
-    )
+    assert len(set(ends["SEND"])) == len(ends["SEND"]), "a name is unique for two ranks"
     assert sorted(ends["SEND"]) == sorted(ends["RECV"])

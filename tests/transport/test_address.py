@@ -1,4 +1,4 @@
-"""The wire of a pair of ranks, and the address of a host that is used."""
+"""The wire between two ranks, and the address of a host that is used."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _checksum(content: bytes) -> int:
     return result
 
 
-def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+def _tcp_sockets() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         calling = socket.create_connection(listener.getsockname())
         return calling, listener.accept()[0]
@@ -88,7 +88,7 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 @pytest.mark.parametrize("shape", [(1 << 40,), (-4,), (3,), (1 << 62, 4), ()])
 def test_a_tensor_is_never_made_larger_than_the_bytes_that_came(native, shape):
-    mine, theirs = _tcp_pair()
+    mine, theirs = _tcp_sockets()
     endpoint = native.Endpoint(0, 2, 4096)
     with mine, theirs:
         endpoint.add(1, native.TcpLink(endpoint, 1, mine))
@@ -105,7 +105,9 @@ def test_a_tensor_is_never_made_larger_than_the_bytes_that_came(native, shape):
 @pytest.mark.parametrize("wire", ["shm", "tcp"])
 def test_a_reason_is_text_wherever_it_was_cut(native, wire):
     sockets = (
-        _tcp_pair() if wire == "tcp" else socket.socketpair(type=socket.SOCK_SEQPACKET)
+        _tcp_sockets()
+        if wire == "tcp"
+        else socket.socketpair(type=socket.SOCK_SEQPACKET)
     )
     first, second = (native.Endpoint(rank, 2, 4096) for rank in range(2))
     with closing(first), closing(second), sockets[0], sockets[1]:

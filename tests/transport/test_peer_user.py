@@ -21,7 +21,7 @@ _OTHER_USER = 65534
 
 
 @pytest.fixture(params=["127.0.0.1", "::1", "::ffff:127.0.0.1"])
-def pair(
+def sockets(
     request: pytest.FixtureRequest,
 ) -> Iterator[tuple[socket.socket, socket.socket]]:
     """A server's and a client's end of one connection, the client of IPv6 for the last."""
@@ -48,9 +48,9 @@ def pair(
 
 
 def test_both_ends_of_a_connection_are_found(
-    pair: tuple[socket.socket, socket.socket],
+    sockets: tuple[socket.socket, socket.socket],
 ) -> None:
-    server, client = pair
+    server, client = sockets
     assert user_of_peer(server) == os.getuid()
     if ":ffff:" not in client.getpeername()[0]:
         assert user_of_peer(client) == os.getuid()
@@ -61,10 +61,12 @@ def test_both_ends_of_a_connection_are_found(
 
 
 def test_a_peer_of_another_network_is_not_known(
-    pair: tuple[socket.socket, socket.socket], tmp_path, monkeypatch: pytest.MonkeyPatch
+    sockets: tuple[socket.socket, socket.socket],
+    tmp_path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(peer_user, "_NET", tmp_path)  # without tables
-    assert user_of_peer(pair[0]) is None
+    assert user_of_peer(sockets[0]) is None
 
 
 def _visit(port: int, hello: bytes, answer) -> None:

@@ -48,8 +48,8 @@ def _open(way: str, me: int) -> Transport:
     here = device.torch_device(me)
     if way == "torch":
         dist.init_process_group("nccl")
-        pair = [(0, 1), (1, 0)]
-        return TorchTransport(here, pair, timeout_s=_LONG_S, shapes_travel=False)
+        links = [(0, 1), (1, 0)]
+        return TorchTransport(here, links, timeout_s=_LONG_S, shapes_travel=False)
     host = NativeTransport(
         store(), me, [1 - me], run_id="queued", slots=4,
         wire="tcp" if way == "tcp" else "shm",

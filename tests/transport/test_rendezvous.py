@@ -74,7 +74,7 @@ def close_all(links) -> None:
 
 
 @pytest.mark.parametrize("wire", ["shm", "tcp"])
-def test_every_pair_is_connected(store, wire) -> None:
+def test_any_two_ranks_are_connected(store, wire) -> None:
     links = connect_all(store, 5, wire=wire)
     for rank, sockets in enumerate(links):
         for peer, link in sockets.items():

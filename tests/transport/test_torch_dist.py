@@ -23,9 +23,9 @@ _SHAPE = (2, 3)
 
 def _open(*, shapes_travel: bool = False) -> TorchTransport:
     dist.init_process_group("gloo")
-    pairs = [(0, 1), (1, 0)]
+    links = [(0, 1), (1, 0)]
     return TorchTransport(
-        torch.device("cpu"), pairs, timeout_s=30, shapes_travel=shapes_travel
+        torch.device("cpu"), links, timeout_s=30, shapes_travel=shapes_travel
     )
 
 
