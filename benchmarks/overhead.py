@@ -19,7 +19,7 @@
             and every schedule's step as `plan --trace-dir` predicts it from the trace of 1f1b
             alone, followed by the time and the bytes per event.
 `digests`   processor time that `MEGATRON_EXT_DIGESTS` adds to a step of a GPT on two ranks: the
-            median over pairs of consecutive steps, one of which records.
+            median over each two consecutive steps, one of which records.
 `traces`    time and memory for `aggregate` and `report` on the traces of simulated steps: an
             interleaved pipeline of 8 ranks, 8 hosts and 8 replicas, 100 iterations of 1000 spans
             per rank. If the headless browser that the report's tests use is installed, it then
@@ -224,10 +224,10 @@ def tables(quick: bool) -> str:
 
 
 def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, float]]:
-    """Return pairs of this rank's step times: an untraced step and the traced step after it.
+    """Return this rank's step times by round: an untraced step and the traced step after it.
 
     Both steps belong to the same run, so other load on the machine affects them equally. The trace
-    is written to `directory`. `sizes.steps` is the number of pairs.
+    is written to `directory`. `sizes.steps` is the number of rounds.
     """
     from megatron_ext.config.active import required
     from megatron_ext.tracing.session import Session, subscribe
@@ -240,7 +240,7 @@ def traced_s(system: Own, sizes: Sizes, directory: Path) -> list[tuple[float, fl
     assert isinstance(observer, Session)
     times_s = []
     # Every other step is traced, including the first. An extra step at the start makes
-    # each pair end with a traced one.
+    # each round end with a traced one.
     for _ in range(2 * sizes.warmup + 1 + 2 * sizes.steps):
         probe.meet()
         begin_s = time.perf_counter()
@@ -288,8 +288,8 @@ def tracing(quick: bool) -> str:
     from megatron_ext.tools.trace.aggregate import read_run
     from megatron_ext.tools.trace.forecast import predict
 
-    pp, count, forward_ms, pairs = (2, 4, 5, 1) if quick else (4, 8, 40, 5)
-    sizes = Sizes(pp, count, forward_ms / 1e3, 1, pairs)
+    pp, count, forward_ms, num_rounds = (2, 4, 5, 1) if quick else (4, 8, 40, 5)
+    sizes = Sizes(pp, count, forward_ms / 1e3, 1, num_rounds)
     systems = over_gloo(("1f1b",) if quick else VARIANTS)
     costs_by_system: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory(prefix="megatron_ext_tracing_") as scratch:
@@ -312,7 +312,7 @@ def tracing(quick: bool) -> str:
         (step_s, added), guess_s = costs_by_system[system.name], predicted[table.label]
         rows.append((system.name, f"{1e3 * step_s:.1f}", f"{100 * added:.1f}",
                      f"{1e3 * guess_s:.1f}", f"{100 * (guess_s / step_s - 1):.1f}"))  # fmt: skip
-    head = (f"pp {pp}, {count} micro-batches, forward {forward_ms} ms, {pairs} pairs of steps",
+    head = (f"pp {pp}, {count} micro-batches, forward {forward_ms} ms, {num_rounds} x 2 steps",
             "step ms", "tracing %", "predicted ms", "off %")  # fmt: skip
     text = f"an event: {1e6 * event_s:.1f} us of processor time, {event_bytes:.0f} file bytes"
     return f"{markdown(head, rows)}\n\n{text}"
@@ -390,15 +390,15 @@ def traces(quick: bool) -> str:
 
 def digests(quick: bool) -> str:
     """Measure how much time recording digests adds to a step."""
-    hidden_size, num_pairs = (64, 3) if quick else (1024, 16)
+    hidden_size, num_rounds = (64, 3) if quick else (1024, 16)
     with tempfile.TemporaryDirectory() as folder:
         by_rank = run_ranks(
-            2, _steps_with_digests, folder, hidden_size, num_pairs, timeout_s=1800
+            2, _steps_with_digests, folder, hidden_size, num_rounds, timeout_s=1800
         )
     rows = []
-    for rank, pairs in enumerate(by_rank):
-        added = [recorded_s / plain_s - 1 for recorded_s, plain_s in pairs]
-        recorded_s, plain_s = map(statistics.median, zip(*pairs, strict=True))
+    for rank, rounds in enumerate(by_rank):
+        added = [recorded_s / plain_s - 1 for recorded_s, plain_s in rounds]
+        recorded_s, plain_s = map(statistics.median, zip(*rounds, strict=True))
         rows.append(
             [
                 str(rank),
@@ -409,18 +409,18 @@ def digests(quick: bool) -> str:
             ]
         )
     head = ["rank", "step, ms of processor time", "with digests"]
-    head += ["added (bar: 10 %)", "of pairs"]
+    head += ["added (bar: 10 %)", "of rounds"]
     title = (
         f"hidden size {hidden_size}, 4 layers, zb-h1, 4 micro-batches of 256 tokens, "
-        f"{num_pairs} pairs of steps"
+        f"{num_rounds} x 2 steps"
     )
     return f"{title}\n\n{markdown(head, rows)}"
 
 
 def _steps_with_digests(
-    folder: str, hidden_size: int, num_pairs: int
+    folder: str, hidden_size: int, num_rounds: int
 ) -> list[tuple[float, float]]:
-    """Train as one rank and return pairs of processor times per step, with and without digests."""
+    """Train as one rank; return processor times by round: a step with digests and one without."""
     from megatron_ext.config.active import required
     from megatron_ext.tracing.digest_files import VARIABLE
     from tests.tracing import recorded
@@ -432,29 +432,29 @@ def _steps_with_digests(
         hidden_size=hidden_size,
         settings={"message_timeout_s": 600},
     )
-    pairs = []
+    rounds = []
     with recorded.built(training) as (build, chunks):
         # The first step creates the table, the transport and the hooks.
         recorded.step(training, build, chunks, 0)
         observers = required().observers
         [recorder] = observers
-        for pair in range(num_pairs):
+        for number in range(num_rounds):
             times_s: dict[bool, float] = {}
-            # Every other pair starts with the step without digests,
+            # Every other round starts with the step without digests,
             # which cancels steady drift.
-            for records in (True, False) if pair % 2 else (False, True):
+            for records in (True, False) if number % 2 else (False, True):
                 observers.clear()
                 os.environ.pop(VARIABLE, None)
                 if records:
                     observers.append(recorder)
                     os.environ[VARIABLE] = training.folder
                 begin_s = time.process_time()
-                recorded.step(training, build, chunks, 2 * pair + len(times_s) + 1)
+                recorded.step(training, build, chunks, 2 * number + len(times_s) + 1)
                 times_s[records] = time.process_time() - begin_s
-            pairs.append((times_s[True], times_s[False]))
+            rounds.append((times_s[True], times_s[False]))
         observers[:] = [recorder]
         os.environ[VARIABLE] = training.folder
-    return pairs
+    return rounds
 
 
 _PARTS = {

@@ -305,8 +305,8 @@ def _print_gains(times_by_system: dict[str, list[float]], ours: str) -> None:
     """Print how much longer other systems take, comparing steps of the same draw."""
     for name, times in times_by_system.items():
         if name != ours:
-            pairs = zip(times, times_by_system[ours], strict=True)
-            ratios = [longer / shorter for longer, shorter in pairs]
+            both = zip(times, times_by_system[ours], strict=True)
+            ratios = [longer / shorter for longer, shorter in both]
             print(
                 f"{ours}: {median(ratios):.2f}x as fast as {name} ({min(ratios):.2f} to "
                 f"{max(ratios):.2f})",

@@ -241,13 +241,13 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Figures
         if backend == "cuda" and num_devices > 1:
             wires["nccl"] = _Torch(tensor, dist.new_group(backend="nccl"))
         alone = "gpu, copy"
-        pairs = [(tensor.cpu(), tensor)]
+        copies = [(tensor.cpu(), tensor)]
     else:
         # A plain copy is a lower bound only for messages that go through shared memory.
         count = 300
         alone = "copy" if num_bytes <= _MAX_SHM_BYTES else ""
         wires = _of_host(tensor)
-        pairs = [(torch.zeros_like(tensor), t) for t in (tensor, tensor.clone())]
+        copies = [(torch.zeros_like(tensor), t) for t in (tensor, tensor.clone())]
     count = max(4, min(count, (1 << 26) // num_bytes))
     latencies: dict[str, list[float]] = defaultdict(list)
     bandwidths: dict[str, list[float]] = defaultdict(list)
@@ -263,7 +263,7 @@ def measure(num_bytes: int, rounds: int, backend: str = "") -> dict[str, Figures
             for number in range(count):
                 # Alternate between buffers to touch as much
                 # memory as two processes would.
-                to, source = pairs[number % len(pairs)]
+                to, source = copies[number % len(copies)]
                 begin = time.perf_counter()
                 to.copy_(source)
                 if backend:

@@ -415,11 +415,11 @@ choose_environment() {
             MCCL_IB_GID_INDEX=3 # RoCE v2
             "${MUSA_ENVIRONMENT[@]}")
     fi
-    local pair name
-    for pair in "${ENVIRONMENT[@]}"; do
-        name=${pair%%=*}
+    local assignment name
+    for assignment in "${ENVIRONMENT[@]}"; do
+        name=${assignment%%=*}
         if [[ -z ${!name+set} ]]; then
-            export "${pair?}"
+            export "${assignment?}"
         fi
     done
 }

@@ -21,7 +21,7 @@ from megatron_ext.tools.text_table import aligned
 _HEADS, _WIDTH = 4, 64
 _ATTENTION = 0.3
 """Attention's share of the sample's cost, which determines where the sample is cut."""
-_PAIRS = 9
+_NUM_RATIOS = 9
 _WRITING = ("cat", "clone", "copy_", "add", "add_", "new_zeros")
 
 
@@ -162,7 +162,7 @@ def compare_ways(length: int, numbers_of_slices: Sequence[int]) -> str:
             )
         assert gradients[0].equal(gradients[1])
         ratios = []
-        for _ in range(_PAIRS):
+        for _ in range(_NUM_RATIOS):
             buffer_s = _run(_buffer, parts, incoming)
             ratios.append(buffer_s / _run(_append, parts, incoming))
         row = [str(num_slices)]

@@ -12,7 +12,7 @@
 #include "check.h"
 #include "core/endpoint.h"
 #include "core/errors.h"
-#include "linked_pair.h"
+#include "linked_processes.h"
 
 using namespace megatron_ext;
 using namespace megatron_ext::testing;
@@ -21,9 +21,9 @@ namespace {
 
 /// Runs a test on every wire: `own` is rank 0, `other` is rank 1, and both must succeed.
 template <typename Own, typename Other>
-void check_pairs(ArenaSize size, const Own& own, const Other& other) {
+void check_wires(ArenaSize size, const Own& own, const Other& other) {
     for (const Wire wire : kWires) {
-        CHECK_EQ(run_pair(wire, size, own, other), 0);
+        CHECK_EQ(run_both(wire, size, own, other), 0);
     }
 }
 
@@ -49,7 +49,7 @@ TEST(both_send_everything_first_and_take_it_in_an_order_of_their_own) {
         };
     };
     for (const ArenaSize size : {ArenaSize{1, 4096}, ArenaSize{8, 4096}, ArenaSize{64, 32768}}) {
-        check_pairs(size, body(0), body(1));
+        check_wires(size, body(0), body(1));
     }
 }
 
@@ -72,7 +72,7 @@ TEST(arrivals_are_named_whatever_came_first) {
         }
         CHECK(endpoint.take(0, 1, kForEver, nullptr));
     };
-    check_pairs({4, 64}, own, other);
+    check_wires({4, 64}, own, other);
 }
 
 TEST(a_wait_is_interrupted_though_rings_come_all_the_time) {
@@ -111,7 +111,7 @@ TEST(what_finds_no_room_goes_on_while_both_sides_compute) {
         }
         taken.give();
     };
-    check_pairs({2, 4096}, own, other);
+    check_wires({2, 4096}, own, other);
 }
 
 TEST(what_was_sent_before_a_farewell_is_still_there) {
@@ -124,7 +124,7 @@ TEST(what_was_sent_before_a_farewell_is_still_there) {
         CHECK_THROWS(send(endpoint, 1, 1, 1), TransportError, "rank 1 is not open");
     };
     const auto other = [](Endpoint& endpoint) { send(endpoint, 0, 3, 1000000); };
-    check_pairs({256, 8192}, own, other);
+    check_wires({256, 8192}, own, other);
 }
 
 TEST(a_killed_peer_ends_every_wait) {
@@ -147,7 +147,7 @@ TEST(a_killed_peer_ends_every_wait) {
         ::raise(SIGKILL);
     };
     for (const Wire wire : kWires) {
-        const int status = run_pair(wire, {4, 64}, own, other, false);
+        const int status = run_both(wire, {4, 64}, own, other, false);
         CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
     }
 }
@@ -165,7 +165,7 @@ TEST(whoever_gives_up_says_why) {
         endpoint.abort("no more memory");
     };
     for (const Wire wire : kWires) {
-        CHECK_EQ(run_pair(wire, {4, 64}, own, other, false), 0);
+        CHECK_EQ(run_both(wire, {4, 64}, own, other, false), 0);
     }
 }
 
@@ -181,7 +181,7 @@ TEST(waits_end_in_time_and_by_interruption) {
         end.give();
     };
     const auto other = [&](Endpoint&) { end.await(); };
-    check_pairs({2, 64}, own, other);
+    check_wires({2, 64}, own, other);
 }
 
 TEST(a_flush_without_room_ends_in_time_and_by_interruption) {
@@ -196,7 +196,7 @@ TEST(a_flush_without_room_ends_in_time_and_by_interruption) {
         end.give();
     };
     const auto other = [&](Endpoint&) { end.await(); };
-    CHECK_EQ(run_pair(Wire::kShm, {2, 64}, own, other), 0);
+    CHECK_EQ(run_both(Wire::kShm, {2, 64}, own, other), 0);
 }
 
 TEST(one_process_uses_different_wires_at_once) {
@@ -266,7 +266,7 @@ TEST(one_thread_sends_while_another_waits) {
             CHECK(endpoint.flush(kForEver, nullptr));
         };
     };
-    check_pairs({4, 4096}, body(0), body(1));
+    check_wires({4, 4096}, body(0), body(1));
 }
 
 TEST(what_was_done_is_counted) {
@@ -292,7 +292,7 @@ TEST(what_was_done_is_counted) {
         check_content(endpoint.take(0, 300, kForEver, nullptr));
     };
     for (const Wire wire : kWires) {
-        CHECK_EQ(run_pair(wire, {4, 4096}, own, other), 0);
+        CHECK_EQ(run_both(wire, {4, 4096}, own, other), 0);
     }
 }
 
@@ -315,5 +315,5 @@ TEST(a_forked_child_is_refused_and_says_no_farewell) {
         check_content(endpoint.take(0, 1, kForEver, nullptr));
         check_content(endpoint.take(0, 2, kForEver, nullptr));
     };
-    check_pairs({2, 64}, own, other);
+    check_wires({2, 64}, own, other);
 }

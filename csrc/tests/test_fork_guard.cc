@@ -13,8 +13,8 @@ using megatron_ext::testing::join_child;
 
 namespace {
 
-struct Pair {
-    Pair() {
+struct Sockets {
+    Sockets() {
         int fds[2];
         CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0);
         left.reset(fds[0]);
@@ -25,7 +25,7 @@ struct Pair {
 };
 
 /// Whether a child that outlives its parent would keep the connection open.
-bool child_holds(Pair& pair) {
+bool child_holds(Sockets& sockets) {
     int fds[2];
     CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0);
     UniqueFd mine(fds[0]);
@@ -33,14 +33,14 @@ bool child_holds(Pair& pair) {
     char byte = 0;
     const pid_t child = fork_child([&] {
         mine.reset();
-        pair.right.reset();
+        sockets.right.reset();
         CHECK(::write(theirs.get(), "r", 1) == 1);
         CHECK(::read(theirs.get(), &byte, 1) == 0);
-        CHECK(::fcntl(pair.left.get(), F_GETFD) == FD_CLOEXEC);  // the number can be closed
+        CHECK(::fcntl(sockets.left.get(), F_GETFD) == FD_CLOEXEC);  // the number can be closed
     });
     CHECK(::read(mine.get(), &byte, 1) == 1);
-    pair.left.reset();
-    const bool ended = ::recv(pair.right.get(), &byte, 1, MSG_DONTWAIT) == 0;
+    sockets.left.reset();
+    const bool ended = ::recv(sockets.right.get(), &byte, 1, MSG_DONTWAIT) == 0;
     mine.reset();
     CHECK_EQ(join_child(child), 0);
     return !ended;
@@ -49,17 +49,17 @@ bool child_holds(Pair& pair) {
 }  // namespace
 
 TEST(a_child_keeps_a_connection_open_unless_it_is_guarded) {
-    Pair plain;
+    Sockets plain;
     CHECK(child_holds(plain));
-    Pair guarded;
+    Sockets guarded;
     const auto guard = std::make_unique<ForkGuard>(guarded.left.get());
     CHECK(!child_holds(guarded));
 }
 
 TEST(a_guard_that_is_gone_has_no_effect) {
-    Pair pair;
+    Sockets sockets;
     {
-        const ForkGuard guard(pair.left.get());
+        const ForkGuard guard(sockets.left.get());
     }
-    CHECK(child_holds(pair));
+    CHECK(child_holds(sockets));
 }

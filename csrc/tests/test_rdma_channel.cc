@@ -114,8 +114,8 @@ std::pair<std::string, std::string> connect(End& left, End& right) {
     return {errors[0], errors[1]};
 }
 
-struct Pair {
-    Pair() : left("rank 1"), right("rank 0") {
+struct Ends {
+    Ends() : left("rank 1"), right("rank 0") {
         const auto errors = connect(left, right);
         CHECK(errors.first.empty() && errors.second.empty());
     }
@@ -138,18 +138,18 @@ bool is_readable(int fd) {
 
 TEST(messages_of_any_size_cross_in_both_directions) {
     use_fake_verbs();
-    Pair pair;
+    Ends ends;
     std::mt19937 random(1);
     std::deque<Message> kept;
     std::size_t num_checked = 0;
     constexpr std::uint64_t kMessages = 300;
     for (std::uint64_t tag = 0; tag < kMessages; ++tag) {
         const std::size_t num_bytes = random() % 4 == 0 ? random() % 350000 : random() % 3000;
-        pair.left.send(tag, num_bytes);
-        pair.right.send(tag + 1000, num_bytes / 2);
+        ends.left.send(tag, num_bytes);
+        ends.right.send(tag + 1000, num_bytes / 2);
     }
     while (num_checked < 2 * kMessages) {
-        for (End* end : {&pair.left, &pair.right}) {
+        for (End* end : {&ends.left, &ends.right}) {
             end->progress();
             while (!end->messages.empty()) {
                 check_content(end->messages.front());
@@ -162,54 +162,54 @@ TEST(messages_of_any_size_cross_in_both_directions) {
             kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(random() % kept.size()));
         }
     }
-    CHECK_EQ(pair.left.outbox.num_queued(), std::size_t{0});
-    pair.left.progress();
-    CHECK_EQ(pair.left.channel.num_in_flight(), 0U);
+    CHECK_EQ(ends.left.outbox.num_queued(), std::size_t{0});
+    ends.left.progress();
+    CHECK_EQ(ends.left.channel.num_in_flight(), 0U);
 }
 
 TEST(a_sender_without_credit_goes_on_when_it_comes) {
-    Pair pair;
+    Ends ends;
     for (std::uint64_t tag = 0; tag < 6; ++tag) {
-        pair.left.send(tag, 10);
+        ends.left.send(tag, 10);
     }
-    pair.left.progress();
-    pair.left.progress();
-    CHECK_EQ(pair.left.outbox.num_queued(), std::size_t{2});  // the first four were not received
-    pair.right.progress();
-    pair.left.progress();
-    pair.right.progress();
-    CHECK_EQ(pair.left.outbox.num_queued(), std::size_t{0});
-    CHECK_EQ(pair.right.messages.size(), std::size_t{6});
+    ends.left.progress();
+    ends.left.progress();
+    CHECK_EQ(ends.left.outbox.num_queued(), std::size_t{2});  // the first four were not received
+    ends.right.progress();
+    ends.left.progress();
+    ends.right.progress();
+    CHECK_EQ(ends.left.outbox.num_queued(), std::size_t{0});
+    CHECK_EQ(ends.right.messages.size(), std::size_t{6});
 }
 
 TEST(a_slot_is_not_used_again_before_its_write_is_complete) {
-    Pair pair;
+    Ends ends;
     {
         const Faults faults("hold");
-        pair.left.send(1, 10);
-        pair.left.progress();
-        CHECK_EQ(pair.left.channel.num_in_flight(), 1U);
-        pair.right.progress();
-        CHECK(pair.right.messages.empty());
+        ends.left.send(1, 10);
+        ends.left.progress();
+        CHECK_EQ(ends.left.channel.num_in_flight(), 1U);
+        ends.right.progress();
+        CHECK(ends.right.messages.empty());
     }
-    pair.right.progress();
-    CHECK_EQ(pair.right.messages.size(), std::size_t{1});
-    pair.left.progress();
-    CHECK_EQ(pair.left.channel.num_in_flight(), 0U);
+    ends.right.progress();
+    CHECK_EQ(ends.right.messages.size(), std::size_t{1});
+    ends.left.progress();
+    CHECK_EQ(ends.left.channel.num_in_flight(), 0U);
 }
 
 TEST(an_armed_end_is_woken_by_a_message) {
-    Pair pair;
-    pair.right.channel.arm();
-    pair.right.progress();
-    CHECK(!is_readable(pair.right.channel.fd()));
-    pair.left.send(1, 10);
-    pair.left.progress();
-    CHECK(is_readable(pair.right.channel.fd()));
-    pair.right.channel.arm();
-    CHECK(!is_readable(pair.right.channel.fd()));
-    pair.right.progress();
-    CHECK_EQ(pair.right.messages.size(), std::size_t{1});
+    Ends ends;
+    ends.right.channel.arm();
+    ends.right.progress();
+    CHECK(!is_readable(ends.right.channel.fd()));
+    ends.left.send(1, 10);
+    ends.left.progress();
+    CHECK(is_readable(ends.right.channel.fd()));
+    ends.right.channel.arm();
+    CHECK(!is_readable(ends.right.channel.fd()));
+    ends.right.progress();
+    CHECK_EQ(ends.right.messages.size(), std::size_t{1});
 }
 
 TEST(a_peer_that_is_gone_is_an_error_of_the_next_write) {
@@ -226,59 +226,59 @@ TEST(a_peer_that_is_gone_is_an_error_of_the_next_write) {
 }
 
 TEST(the_first_of_several_failures_is_told) {
-    Pair pair;
+    Ends ends;
     const Faults faults("wc=12");
     for (std::uint64_t tag = 0; tag < 3; ++tag) {
-        pair.left.send(tag, 10);
+        ends.left.send(tag, 10);
     }
-    pair.left.outbox.push(pair.left);
-    pair.left.channel.send();
-    CHECK_THROWS(pair.left.channel.receive(), RdmaError,
+    ends.left.outbox.push(ends.left);
+    ends.left.channel.send();
+    CHECK_THROWS(ends.left.channel.receive(), RdmaError,
                  "transport retry counter exceeded (status 12");
-    pair.left.channel.receive();  // the other requests were flushed
+    ends.left.channel.receive();  // the other requests were flushed
 }
 
 TEST(a_receiver_that_is_not_ready_is_our_mistake) {
-    Pair pair;
+    Ends ends;
     const Faults faults("wc=13");
-    pair.left.send(1, 10);
-    pair.left.outbox.push(pair.left);
-    pair.left.channel.send();
-    CHECK_THROWS(pair.left.channel.receive(), RdmaError, "this is a bug in megatron_ext");
+    ends.left.send(1, 10);
+    ends.left.outbox.push(ends.left);
+    ends.left.channel.send();
+    CHECK_THROWS(ends.left.channel.receive(), RdmaError, "this is a bug in megatron_ext");
 }
 
 TEST(a_write_that_is_not_taken_is_told) {
-    Pair pair;
+    Ends ends;
     const Faults faults("post=" + std::to_string(EIO));
-    pair.left.send(1, 10);
-    pair.left.outbox.push(pair.left);
-    CHECK_THROWS(pair.left.channel.send(), RdmaError, "refused a write: Input/output error");
+    ends.left.send(1, 10);
+    ends.left.outbox.push(ends.left);
+    CHECK_THROWS(ends.left.channel.send(), RdmaError, "refused a write: Input/output error");
 }
 
 TEST(a_port_that_fails_is_named_by_the_failure_that_follows) {
-    Pair pair;
+    Ends ends;
     send_async_event(verbs::kEventPortError);
-    CHECK(is_readable(pair.left.channel.async_fd()));
-    pair.left.progress();  // the port may recover
+    CHECK(is_readable(ends.left.channel.async_fd()));
+    ends.left.progress();  // the port may recover
     const Faults faults("wc=12");
-    pair.left.send(1, 10);
-    pair.left.outbox.push(pair.left);
-    pair.left.channel.send();
-    CHECK_THROWS(pair.left.channel.receive(), RdmaError, "the device reported: port error");
+    ends.left.send(1, 10);
+    ends.left.outbox.push(ends.left);
+    ends.left.channel.send();
+    CHECK_THROWS(ends.left.channel.receive(), RdmaError, "the device reported: port error");
 }
 
 TEST(a_port_that_comes_back_is_forgotten) {
-    Pair pair;
+    Ends ends;
     send_async_event(verbs::kEventPortError);
     send_async_event(verbs::kEventPortActive);
-    pair.left.progress();
+    ends.left.progress();
     const Faults faults("wc=12");
-    pair.left.send(1, 10);
-    pair.left.outbox.push(pair.left);
-    pair.left.channel.send();
+    ends.left.send(1, 10);
+    ends.left.outbox.push(ends.left);
+    ends.left.channel.send();
     std::string text;
     try {
-        pair.left.channel.receive();
+        ends.left.channel.receive();
     } catch (const RdmaError& error) {
         text = error.what();
     }
@@ -287,29 +287,29 @@ TEST(a_port_that_comes_back_is_forgotten) {
 }
 
 TEST(a_device_that_fails_ends_the_link) {
-    Pair pair;
+    Ends ends;
     send_async_event(verbs::kEventDeviceFatal);
-    CHECK_THROWS(pair.left.channel.receive(), RdmaError, "local catastrophic error");
+    CHECK_THROWS(ends.left.channel.receive(), RdmaError, "local catastrophic error");
 }
 
 TEST(a_gid_that_does_not_connect_is_followed_by_the_next) {
     const Faults faults("rtr_gid=1");
-    Pair pair;
-    CHECK(pair.left.channel.text().find("GID 3 (2001:db8::1)") != std::string::npos);
-    pair.left.send(1, 10);
-    pair.left.progress();
-    pair.right.progress();
-    CHECK_EQ(pair.right.messages.size(), std::size_t{1});
+    Ends ends;
+    CHECK(ends.left.channel.text().find("GID 3 (2001:db8::1)") != std::string::npos);
+    ends.left.send(1, 10);
+    ends.left.progress();
+    ends.right.progress();
+    CHECK_EQ(ends.right.messages.size(), std::size_t{1});
 }
 
 TEST(a_gid_without_a_way_to_the_peer_is_followed_by_the_next) {
     const Faults faults("no_way=1");
-    Pair pair;
-    CHECK(pair.left.channel.text().find("GID 3 (2001:db8::1)") != std::string::npos);
-    pair.left.send(1, 10);
-    pair.left.progress();
-    pair.right.progress();
-    CHECK_EQ(pair.right.messages.size(), std::size_t{1});
+    Ends ends;
+    CHECK(ends.left.channel.text().find("GID 3 (2001:db8::1)") != std::string::npos);
+    ends.left.send(1, 10);
+    ends.left.progress();
+    ends.right.progress();
+    CHECK_EQ(ends.right.messages.size(), std::size_t{1});
 }
 
 TEST(ends_that_connect_and_have_no_way_to_each_other_both_say_so) {

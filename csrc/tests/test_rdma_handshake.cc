@@ -10,7 +10,7 @@
 
 #include "check.h"
 #include "core/errors.h"
-#include "linked_pair.h"
+#include "linked_processes.h"
 
 using namespace megatron_ext;           // NOLINT
 using namespace megatron_ext::testing;  // NOLINT

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "fake_rdma.h"
-#include "linked_pair.h"
+#include "linked_processes.h"
 #include "rdma/devices.h"
 
 using namespace megatron_ext;           // NOLINT
@@ -58,7 +58,7 @@ struct Linked {
 }  // namespace
 
 TEST(messages_are_taken_in_any_order) {
-    Linked pair;
+    Linked both;
     constexpr std::uint64_t kMessages = 60;
     const auto talk = [](Endpoint& endpoint, int peer) {
         for (std::uint64_t tag = 0; tag < kMessages; ++tag) {
@@ -69,41 +69,41 @@ TEST(messages_are_taken_in_any_order) {
         }
         CHECK(endpoint.flush(kForEver, nullptr));
     };
-    std::thread other(talk, std::ref(pair.right), 0);
-    talk(pair.left, 1);
+    std::thread other(talk, std::ref(both.right), 0);
+    talk(both.left, 1);
     other.join();
-    CHECK(std::string(report(pair.left).wire) == "rdma");
-    CHECK_EQ(report(pair.left).counts.num_queued, std::size_t{0});
+    CHECK(std::string(report(both.left).wire) == "rdma");
+    CHECK_EQ(report(both.left).counts.num_queued, std::size_t{0});
 }
 
 TEST(a_device_writes_into_the_memory_that_is_sent) {
-    Linked pair;
+    Linked both;
     const auto publish = [&](std::uint64_t tag) {
         MessageInfo info;
         info.tag = tag;
         info.num_bytes = 4096 - tag;
         std::optional<Message> message;
-        while (!(message = pair.left.reserve(1, info))) {  // until a credit has arrived
+        while (!(message = both.left.reserve(1, info))) {  // until a credit has arrived
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
-        CHECK(!pair.left.reserve(1, info));  // one of four: the receiver may keep two
+        CHECK(!both.left.reserve(1, info));  // one of four: the receiver may keep two
         const auto bytes = content(tag, static_cast<std::size_t>(info.num_bytes));
         std::memcpy(message->bytes.get(), bytes->data(), bytes->size());
-        pair.left.publish(1, *message);
+        both.left.publish(1, *message);
     };
     for (std::uint64_t tag = 0; tag < 30; ++tag) {
         publish(tag);
-        check_content(pair.right.take(0, tag, kForEver, nullptr));
+        check_content(both.right.take(0, tag, kForEver, nullptr));
     }
-    CHECK(pair.left.flush(kForEver, nullptr));
+    CHECK(both.left.flush(kForEver, nullptr));
     const Faults faults("wc=12");
     publish(30);
-    CHECK(!pair.left.flush(kForEver, nullptr));
-    CHECK(report(pair.left).state == PeerState::kDied);
+    CHECK(!both.left.flush(kForEver, nullptr));
+    CHECK(report(both.left).state == PeerState::kDied);
 }
 
 TEST(ten_thousand_random_messages_arrive_undamaged) {
-    Linked pair;
+    Linked both;
     constexpr std::uint64_t kEachSide = 5000;
     constexpr std::uint64_t kAhead = 50;  // order is random among this many
     const auto size_of = [](std::uint64_t tag) {
@@ -129,104 +129,104 @@ TEST(ten_thousand_random_messages_arrive_undamaged) {
         }
         CHECK(endpoint.flush(kForEver, nullptr));
     };
-    std::thread other(talk, std::ref(pair.right), 0);
-    talk(pair.left, 1);
+    std::thread other(talk, std::ref(both.right), 0);
+    talk(both.left, 1);
     other.join();
 }
 
 TEST(a_receiver_that_computes_gives_room_all_the_same) {
-    Linked pair;
+    Linked both;
     for (std::uint64_t tag = 0; tag < 20; ++tag) {
-        send(pair.left, 1, tag, 5000);
+        send(both.left, 1, tag, 5000);
     }
-    CHECK(pair.left.flush(kForEver, nullptr));  // the service thread does the work
-    check_content(pair.right.take(0, 19, kForEver, nullptr));
+    CHECK(both.left.flush(kForEver, nullptr));  // the service thread does the work
+    check_content(both.right.take(0, 19, kForEver, nullptr));
 }
 
 TEST(a_message_that_is_let_go_gives_its_slot_back) {
-    Linked pair;
+    Linked both;
     for (std::uint64_t tag = 0; tag < 2; ++tag) {
-        send(pair.left, 1, tag, 100);
-        check_content(pair.right.take(0, tag, kForEver, nullptr));
+        send(both.left, 1, tag, 100);
+        check_content(both.right.take(0, tag, kForEver, nullptr));
     }
     std::vector<std::optional<Message>> kept;
     for (std::uint64_t tag = 2; tag < 40; ++tag) {
-        send(pair.left, 1, tag, 100);
-        kept.push_back(pair.right.take(0, tag, kForEver, nullptr));
+        send(both.left, 1, tag, 100);
+        kept.push_back(both.right.take(0, tag, kForEver, nullptr));
         check_content(kept.back());
         if (kept.size() > 3) {
             kept.erase(kept.begin());
         }
     }
-    CHECK(pair.left.flush(kForEver, nullptr));
+    CHECK(both.left.flush(kForEver, nullptr));
 }
 
 TEST(what_was_sent_before_a_farewell_is_received) {
-    Linked pair;
+    Linked both;
     for (std::uint64_t tag = 0; tag < 10; ++tag) {
-        send(pair.left, 1, tag, 9000);
+        send(both.left, 1, tag, 9000);
     }
-    pair.left.close();
+    both.left.close();
     for (std::uint64_t tag = 0; tag < 10; ++tag) {
-        check_content(pair.right.take(0, tag, kForEver, nullptr));
+        check_content(both.right.take(0, tag, kForEver, nullptr));
     }
-    CHECK(!pair.right.take(0, 10, kForEver, nullptr));
-    CHECK(report(pair.right).state == PeerState::kClosed);
+    CHECK(!both.right.take(0, 10, kForEver, nullptr));
+    CHECK(report(both.right).state == PeerState::kClosed);
 }
 
 TEST(a_peer_that_gives_up_is_heard) {
-    Linked pair;
-    pair.left.abort("rank 0: out of memory");
-    CHECK(!pair.right.take(0, 1, kForEver, nullptr));
-    CHECK(report(pair.right).state == PeerState::kAborted);
-    CHECK(report(pair.right).reason == "rank 0: out of memory");
+    Linked both;
+    both.left.abort("rank 0: out of memory");
+    CHECK(!both.right.take(0, 1, kForEver, nullptr));
+    CHECK(report(both.right).state == PeerState::kAborted);
+    CHECK(report(both.right).reason == "rank 0: out of memory");
 }
 
 TEST(the_end_of_the_connection_is_the_death_of_the_peer) {
-    Linked pair;
-    CHECK(::shutdown(pair.left_fd, SHUT_RDWR) == 0);
-    CHECK(!pair.right.take(0, 1, kForEver, nullptr));
-    CHECK(report(pair.right).state == PeerState::kDied);
+    Linked both;
+    CHECK(::shutdown(both.left_fd, SHUT_RDWR) == 0);
+    CHECK(!both.right.take(0, 1, kForEver, nullptr));
+    CHECK(report(both.right).state == PeerState::kDied);
 }
 
 TEST(a_write_that_fails_is_the_death_of_the_peer_with_its_reason) {
-    Linked pair;
+    Linked both;
     const Faults faults("wc=12");
-    send(pair.left, 1, 1, 100);
-    CHECK(!pair.left.flush(kForEver, nullptr));
-    const PeerReport told = report(pair.left);
+    send(both.left, 1, 1, 100);
+    CHECK(!both.left.flush(kForEver, nullptr));
+    const PeerReport told = report(both.left);
     CHECK(told.state == PeerState::kDied);
     CHECK(told.reason.find("an RDMA write to rank 1 failed: transport retry counter exceeded "
                            "(status 12") == 0);
 }
 
 TEST(a_sender_that_only_waits_for_room_looks_for_its_peer) {
-    Linked pair(/*right_works=*/false);
+    Linked both(/*right_works=*/false);
     for (std::uint64_t tag = 0; tag < 8; ++tag) {
-        send(pair.left, 1, tag, 4000);
+        send(both.left, 1, tag, 4000);
     }
-    while (report(pair.left).counts.num_queued > 4) {  // until the four slots are full
+    while (report(both.left).counts.num_queued > 4) {  // until the four slots are full
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
     const Faults faults("wc=12");
-    CHECK(!pair.left.flush(kForEver, nullptr));  // nothing has been sent since, except a probe
-    CHECK(report(pair.left).state == PeerState::kDied);
+    CHECK(!both.left.flush(kForEver, nullptr));  // nothing has been sent since, except a probe
+    CHECK(report(both.left).state == PeerState::kDied);
 }
 
 TEST(what_arrived_before_a_failure_is_received) {
     const auto lose = [](const auto& fail) {
-        Linked pair(/*right_works=*/false);
+        Linked both(/*right_works=*/false);
         for (std::uint64_t tag = 0; tag < 3; ++tag) {
-            send(pair.left, 1, tag, 100);
+            send(both.left, 1, tag, 100);
         }
-        CHECK(pair.left.flush(kForEver, nullptr));  // all have arrived, but none has been received
+        CHECK(both.left.flush(kForEver, nullptr));  // all have arrived, but none has been received
         [[maybe_unused]] const auto failure = fail();
-        pair.right.add(0, pair.right_link);
+        both.right.add(0, both.right_link);
         for (std::uint64_t tag = 0; tag < 3; ++tag) {
-            check_content(pair.right.take(0, tag, kForEver, nullptr));
+            check_content(both.right.take(0, tag, kForEver, nullptr));
         }
-        CHECK(!pair.right.take(0, 3, kForEver, nullptr));
-        CHECK(report(pair.right).state == PeerState::kDied);
+        CHECK(!both.right.take(0, 3, kForEver, nullptr));
+        CHECK(report(both.right).state == PeerState::kDied);
     };
     lose([] {
         send_async_event(verbs::kEventQpFatal);

@@ -13,7 +13,7 @@
 #include "check.h"
 #include "core/endpoint.h"
 #include "core/errors.h"
-#include "linked_pair.h"
+#include "linked_processes.h"
 
 using namespace megatron_ext;           // NOLINT
 using namespace megatron_ext::testing;  // NOLINT
@@ -35,8 +35,8 @@ void fill(const Message& message) {
 
 /// Runs a test over shared memory: `own` is rank 0, `other` is rank 1, and both must succeed.
 template <typename Own, typename Other>
-void check_pair(ArenaSize size, const Own& own, const Other& other) {
-    CHECK_EQ(run_pair(Wire::kShm, size, own, other), 0);
+void check_both(ArenaSize size, const Own& own, const Other& other) {
+    CHECK_EQ(run_both(Wire::kShm, size, own, other), 0);
 }
 
 }  // namespace
@@ -64,7 +64,7 @@ TEST(what_is_written_into_a_slot_arrives_when_it_is_published) {
             send(endpoint, 0, tag, static_cast<std::size_t>(message->info.num_bytes));
         }
     };
-    check_pair({5, 4096}, own, other);
+    check_both({5, 4096}, own, other);
 }
 
 TEST(slots_are_used_again_and_again) {
@@ -90,7 +90,7 @@ TEST(slots_are_used_again_and_again) {
         }
         send(endpoint, 0, 1, 0);
     };
-    check_pair({8, 64}, own, other);
+    check_both({8, 64}, own, other);
 }
 
 TEST(what_no_slot_holds_is_not_handed_out) {
@@ -103,7 +103,7 @@ TEST(what_no_slot_holds_is_not_handed_out) {
             end.give();
         };
         const auto other = [&](Endpoint&) { end.await(); };
-        CHECK_EQ(run_pair(wire, {8, 64}, own, other), 0);
+        CHECK_EQ(run_both(wire, {8, 64}, own, other), 0);
     }
     Endpoint alone(1, {8, 64}, false);
     CHECK(!reserve(alone, 1, 64));  // to itself
@@ -138,7 +138,7 @@ TEST(a_slot_is_left_whatever_is_handed_out_and_kept) {
             }
             send(endpoint, 0, 1, 0);
         };
-        check_pair({num_slots, 64}, own, other);
+        check_both({num_slots, 64}, own, other);
     }
 }
 
@@ -163,7 +163,7 @@ TEST(what_is_published_does_not_cut_into_a_message_in_pieces) {
         check_content(endpoint.take(0, 2, kForEver, nullptr));
         send(endpoint, 0, 1, 0);
     };
-    check_pair({4, 64}, own, other);
+    check_both({4, 64}, own, other);
 }
 
 TEST(only_what_was_reserved_is_published_and_once) {
@@ -182,7 +182,7 @@ TEST(only_what_was_reserved_is_published_and_once) {
             end.give();
         };
         const auto other = [&](Endpoint&) { end.await(); };
-        CHECK_EQ(run_pair(wire, {4, 64}, own, other), 0);
+        CHECK_EQ(run_both(wire, {4, 64}, own, other), 0);
     }
 }
 
@@ -203,7 +203,7 @@ TEST(a_killed_peer_takes_no_memory_along) {
         kill.await();
         ::raise(SIGKILL);
     };
-    const int status = run_pair(Wire::kShm, {4, 64}, own, other);
+    const int status = run_both(Wire::kShm, {4, 64}, own, other);
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
     fill(*reserved);  // the endpoint is gone too
     check_content(reserved);
@@ -228,7 +228,7 @@ TEST(memory_that_is_handed_out_outlives_close_and_abort) {
         CHECK(report(endpoint).reason == "out of memory");
         end.give();
     };
-    check_pair({5, 64}, own, other);
+    check_both({5, 64}, own, other);
     check_content(reserved[0]);
     check_content(reserved[1]);
 }
@@ -276,7 +276,7 @@ TEST(one_thread_publishes_what_another_reserves) {
         }
         send(endpoint, 0, 2, 0);
     };
-    check_pair({8, 64}, own, other);
+    check_both({8, 64}, own, other);
 }
 
 TEST(a_forked_child_publishes_nothing) {
@@ -295,5 +295,5 @@ TEST(a_forked_child_publishes_nothing) {
         check_content(endpoint.take(0, 1, kForEver, nullptr));
         send(endpoint, 0, 1, 0);
     };
-    check_pair({4, 64}, own, other);
+    check_both({4, 64}, own, other);
 }

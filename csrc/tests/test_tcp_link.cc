@@ -12,7 +12,7 @@
 
 #include "check.h"
 #include "core/errors.h"
-#include "linked_pair.h"
+#include "linked_processes.h"
 #include "tcp/frame.h"
 #include "tcp/sender.h"
 #include "tcp/tcp_link.h"

@@ -29,7 +29,7 @@ def vocabulary(text: str, size: int) -> list[str]:
     words = Counter(re.findall(r"\w+|[^\w\s]", text.lower()))
     letters = sorted({letter for word in words for letter in word})
     found = dict.fromkeys([*SPECIAL, *letters, *(f"##{letter}" for letter in letters)])
-    for word, _ in sorted(words.items(), key=lambda pair: (-pair[1], pair[0])):
+    for word, _ in sorted(words.items(), key=lambda entry: (-entry[1], entry[0])):
         if len(found) >= size:
             break
         found[word] = None

@@ -151,7 +151,7 @@ class RowParallel(nn.Module):
 class Block(nn.Module):
     """A transformer block: attention by heads, MLP by columns, then by rows.
 
-    Both are pairs of a column and a row layer, so the large tensor in between is never sent.
+    Both are a column layer and a row layer, so the large tensor in between is never sent.
     """
 
     def __init__(self, draw: torch.Generator, tp: Group) -> None:

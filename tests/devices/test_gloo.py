@@ -176,14 +176,16 @@ def gathers_that_end_together() -> int:
     rounds = 0
     while not done.item():
         works = []
-        for pair in whole:
+        for gathered in whole:
             with dist._coalescing_manager(async_ops=True) as work:
-                for tensor in pair:
+                for tensor in gathered:
                     dist.all_gather_into_tensor(tensor.zero_(), part)
             works.append(work)
         for work in works:
             work.wait()
-        assert all(torch.equal(tensor, expected) for pair in whole for tensor in pair)
+        assert all(
+            torch.equal(tensor, expected) for gathered in whole for tensor in gathered
+        )
         rounds += 1
         done[0] = time.monotonic() > end
         dist.all_reduce(done, op=dist.ReduceOp.MAX)

@@ -27,9 +27,9 @@ def _shapes_of_both() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     me, peer = dist.get_rank(), 1 - dist.get_rank()
-    pairs = [(0, 1), (1, 0)]
+    links = [(0, 1), (1, 0)]
     device = torch.device("cuda", me)
-    transport = TorchTransport(device, pairs, timeout_s=30, shapes_travel=True)
+    transport = TorchTransport(device, links, timeout_s=30, shapes_travel=True)
     keys = [Message("FB"[i % 2], me, i) for i in range(6)]
     # Rank 0 sends all, then takes all; rank 1 the other way round.
     expected = [

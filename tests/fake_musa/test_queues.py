@@ -260,26 +260,26 @@ def _stops(num_ranks: int, function, *args, **options) -> RankRun:
     return run
 
 
-def _first_use(pair: dist.ProcessGroup, rank: int, device: torch.device) -> None:
+def _first_use(group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
     tensor = torch.zeros(1, device=device)
-    (dist.recv if rank else dist.send)(tensor, 1 - rank, pair)
+    (dist.recv if rank else dist.send)(tensor, 1 - rank, group)
 
 
 def _receives_ahead(num_ahead: int) -> list[float]:
     """Rank 0 needs gradients of rank 1, which needs activations of rank 0, as in 1F1B."""
     rank, device = _join()
     work = torch.ones(4, device=device)
-    pairs = {kind: dist.new_group([0, 1]) for kind in "FB"}
-    for pair in pairs.values():
-        _first_use(pair, rank, device)
+    groups = {kind: dist.new_group([0, 1]) for kind in "FB"}
+    for group in groups.values():
+        _first_use(group, rank, device)
     received: list[torch.Tensor] = []
     if rank == 0:
         pending = []
         for step in range(4):
             while len(pending) < min(4, step + num_ahead):
                 gradient = torch.empty(4, device=device)
-                pending.append((dist.irecv(gradient, 1, pairs["B"]), gradient))
-            dist.isend(work * step, 1, pairs["F"])
+                pending.append((dist.irecv(gradient, 1, groups["B"]), gradient))
+            dist.isend(work * step, 1, groups["F"])
             if step >= 1 or num_ahead == 1:
                 request, gradient = pending[len(received)]
                 request.wait()
@@ -287,9 +287,9 @@ def _receives_ahead(num_ahead: int) -> list[float]:
     else:
         for _ in range(4):
             activation = torch.empty(4, device=device)
-            dist.irecv(activation, 0, pairs["F"]).wait()
+            dist.irecv(activation, 0, groups["F"]).wait()
             gradient = activation + 1
-            dist.isend(gradient, 0, pairs["B"])
+            dist.isend(gradient, 0, groups["B"])
             received.append(gradient)
     torch.musa.synchronize()
     return [tensor[0].item() for tensor in received]

@@ -201,7 +201,7 @@ DEVICE_MUTANTS = (
         (_LOOKING_AHEAD,),
     ),
     Mutant(
-        "the two ranks of a pair make their group alone",
+        "two ranks make their group alone",
         _TORCH,
         "        group: Any = dist.new_group(sorted(members), timeout=timeout, backend=backend)\n"
         "        if members in sets_of_rank:\n",

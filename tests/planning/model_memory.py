@@ -261,9 +261,9 @@ class Counting(Observer):
         self.saved_by_action[action] = saved
         self.saved = max(self.saved, saved)
         between = kept_state().microbatches.values()
-        pairs = [pair for kept in between for pair in kept.attention.values()]
+        buffers = [both for kept in between for both in kept.attention.values()]
         tensors = []
-        for buffer in chain.from_iterable(pairs):
+        for buffer in chain.from_iterable(buffers):
             tensors += [t for t in (buffer.tokens, buffer.gradient) if t is not None]
         self.kept = max(self.kept, _storage_bytes(tensors))
 

@@ -3,7 +3,7 @@
     python peer.py messages RANK ADDRESS_OF_RANK_0 PORT [MESSAGES_TO_EACH [NUMBER_OF_RANKS]]
     python peer.py send|receive RANK ADDRESS_OF_RANK_0 PORT
 
-Each pair of ranks meets at a separate port, counted from PORT; more than two ranks must run on one
+Each two ranks meet at a separate port, counted from PORT; more than two ranks must run on one
 machine. It prints one line of JSON: what it did, or how the other process ended.
 """
 
@@ -32,7 +32,7 @@ DTYPES = {UINT8: 1, 0 << 8 | 64: 8, 2 << 8 | 32: 4, 4 << 8 | 16: 2}
 
 
 def tcp_connection(address: str, port: int, *, listens: bool) -> socket.socket:
-    """Connect a pair of processes: the first one listens, the second retries until accepted."""
+    """Connect two processes: the first one listens, the second retries until accepted."""
     if listens:
         with socket.create_server((address, port)) as listener:
             listener.settimeout(TIMEOUT_S)
@@ -52,15 +52,15 @@ def open_endpoint(rank: int, num_ranks: int, address: str, port: int):
     native = require_native()
     endpoint = native.Endpoint(rank, SLOTS, SLOT_BYTES, checksums=True)
     links = {}
-    for number, pair in enumerate(
+    for number, both in enumerate(
         combinations(range(num_ranks), 2)
     ):  # same order on all ranks
-        if rank in pair:
+        if rank in both:
             with tcp_connection(
-                address, port + number, listens=rank == pair[0]
+                address, port + number, listens=rank == both[0]
             ) as connection:
                 connection.setblocking(True)
-                peer = sum(pair) - rank
+                peer = sum(both) - rank
                 links[peer] = native.RdmaLink(
                     endpoint, peer, connection, silence_s=SILENCE_S
                 )

@@ -111,15 +111,15 @@ def _as_read(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return queries, keys and values as the library's kernels read them (`get_qkv_layout`)."""
     if len({x.untyped_storage().data_ptr() for x in tensors}) == 1:
         return tensors  # parts of one memory, or copied
-    query, *pair = tensors
-    widths = [[stride / x.shape[-1] for stride in x.stride()[:-1]] for x in pair]
-    if any(x.storage_offset() for x in pair) or widths[0] != widths[1]:
-        query, *pair = (x.contiguous() for x in tensors)
-        if any(x.storage_offset() for x in pair):
+    query, *others = tensors
+    widths = [[stride / x.shape[-1] for stride in x.stride()[:-1]] for x in others]
+    if any(x.storage_offset() for x in others) or widths[0] != widths[1]:
+        query, *others = (x.contiguous() for x in tensors)
+        if any(x.storage_offset() for x in others):
             raise RuntimeError("The provided qkv memory layout is not supported!")
     # With three separate memories, kernels get only the addresses.
     strides = query.new_empty(query.shape).stride()
-    return [query.as_strided(query.shape, strides, query.storage_offset()), *pair]
+    return [query.as_strided(query.shape, strides, query.storage_offset()), *others]
 
 
 def _later(queries: int, keys: int, kind: str) -> torch.Tensor:

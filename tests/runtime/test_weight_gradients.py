@@ -210,10 +210,10 @@ class _Grouped(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_tokens = _product(grad.contiguous(), experts, sizes, not ctx.trans_b)
         if ctx.needs_input_grad[1]:
-            pairs = zip(
+            parts = zip(
                 tokens.split(sizes.tolist()), grad.split(sizes.tolist()), strict=True
             )
-            products = [g.t() @ t if ctx.trans_b else t.t() @ g for t, g in pairs]
+            products = [g.t() @ t if ctx.trans_b else t.t() @ g for t, g in parts]
             grad_experts = torch.stack(products)
         return grad_tokens, grad_experts, None, None
 

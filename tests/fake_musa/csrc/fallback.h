@@ -64,9 +64,9 @@ class CpuCall {
             catch_up(device_.index());
         }
         op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
-        for (const Pair& pair : pairs_) {
-            if (pair.cpu.sizes() != pair.device.sizes()) {
-                kernels::copy_from_and_resize(pair.cpu, pair.device);
+        for (const Alias& alias : aliases_) {
+            if (alias.cpu.sizes() != alias.device.sizes()) {
+                kernels::copy_from_and_resize(alias.cpu, alias.device);
             }
         }
         const size_t first = stack_.size() - op_.schema().returns().size();
@@ -76,7 +76,7 @@ class CpuCall {
     }
 
   private:
-    struct Pair {
+    struct Alias {
         at::Tensor device;
         at::Tensor cpu;
     };
@@ -94,15 +94,15 @@ class CpuCall {
         if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
             cpu.unsafeGetTensorImpl()->set_wrapped_number(true);
         }
-        pairs_.push_back({tensor, cpu});
+        aliases_.push_back({tensor, cpu});
         return cpu;
     }
 
     // In-place operators return their argument, the others a new tensor.
     at::Tensor to_device(const at::Tensor& tensor) const {
-        for (const Pair& pair : pairs_) {
-            if (tensor.is_same(pair.cpu)) {
-                return pair.device;
+        for (const Alias& alias : aliases_) {
+            if (tensor.is_same(alias.cpu)) {
+                return alias.device;
             }
         }
         if (!tensor.defined() || !is_async()) {
@@ -119,7 +119,7 @@ class CpuCall {
     const c10::OperatorHandle& op_;
     Stack& stack_;
     c10::Device device_ = current_device();
-    std::vector<Pair> pairs_;
+    std::vector<Alias> aliases_;
 };
 
 // Raises for views: a view computed on the CPU would not share the device tensor's storage.

@@ -602,7 +602,7 @@ def cut_packed_sequences() -> None:
             packed.cu_seqlens_kv.diff().tolist(),
             strict=True,
         )
-        assert [pair for pair in widths if pair != (0, 0)] == expected
+        assert [both for both in widths if both != (0, 0)] == expected
         assert first == (firsts[0] if firsts else begin)
         assert packed.max_seqlen_q == max([0, *(queries for queries, _ in expected)])
         assert packed.max_seqlen_kv == max([0, *(keys for _, keys in expected)])

@@ -68,7 +68,7 @@ def test_everybody_can_tell_the_colours_apart(eyes: str) -> None:
 def test_text_can_be_read_on_every_colour() -> None:
     colours = [
         *palette.SPANS.values(),
-        *(c for pair in palette.KINDS.values() for c in pair),
+        *(c for both in palette.KINDS.values() for c in both),
     ]
     for colour in colours:
         assert palette.contrast(colour, palette.ink(colour)) > 4.5, colour
@@ -76,10 +76,12 @@ def test_text_can_be_read_on_every_colour() -> None:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_text_can_be_read_on_every_page(theme: str) -> None:
-    pairs = (
-        pair.split(":") for pair in palette.variables(theme).split(";") if pair.strip()
+    entries = (
+        entry.split(":")
+        for entry in palette.variables(theme).split(";")
+        if entry.strip()
     )
-    colours = {name.strip(): colour.strip() for name, colour in pairs}
+    colours = {name.strip(): colour.strip() for name, colour in entries}
     for page in ("--page", "--panel"):
         for text in ("--text", "--quiet"):
             assert palette.contrast(colours[page], colours[text]) > 4.5

@@ -99,13 +99,13 @@ def test_svg_shows_every_number_within_its_box(
 ) -> None:
     root = ET.fromstring(svg.draw(simulate(schedule, costs)))
     elements = list(root.iter())
-    pairs = [
+    bars = [
         (box, text)
         for box, text in pairwise(elements)
         if box.get("class", "")[:1] in KINDS and text.get("class", "").startswith("n ")
     ]
-    assert len(pairs) == schedule.placement.twins * sum(map(len, schedule.rows))
-    for box, text in pairs:
+    assert len(bars) == schedule.placement.twins * sum(map(len, schedule.rows))
+    for box, text in bars:
         assert 5.5 * len(text.text or "") < float(box.get("width", 0))
 
 

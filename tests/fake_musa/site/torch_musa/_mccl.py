@@ -197,9 +197,9 @@ class ProcessGroupMCCL(dist.ProcessGroup):
         )
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
-        pairs = zip(outputs, inputs, strict=True)
+        tensors = zip(outputs, inputs, strict=True)
         return self._together(
-            [self.reduce_scatter_single(*pair, opts) for pair in pairs]
+            [self.reduce_scatter_single(*both, opts) for both in tensors]
         )
 
     # -- other collectives -------------------------------------------------------------------------
@@ -229,8 +229,8 @@ class ProcessGroupMCCL(dist.ProcessGroup):
         )
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
-        pairs = zip(outputs, inputs, strict=True)
-        return self._together([self.all_gather_single(*pair, opts) for pair in pairs])
+        tensors = zip(outputs, inputs, strict=True)
+        return self._together([self.all_gather_single(*both, opts) for both in tensors])
 
     def all_to_all_single(
         self, output, source, output_splits, source_splits, opts=None

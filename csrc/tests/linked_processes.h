@@ -60,7 +60,7 @@ inline void link(Endpoint& endpoint, int peer, Wire wire, UniqueFd socket) {
 }
 
 /// Runs `other` as rank 1 in a child and `own` as rank 0 here, linked. Returns the child's status.
-inline int run_pair(Wire wire, ArenaSize size, const std::function<void(Endpoint&)>& own,
+inline int run_both(Wire wire, ArenaSize size, const std::function<void(Endpoint&)>& own,
                     const std::function<void(Endpoint&)>& other, bool checksums = true) {
     auto [left, right] = connected_sockets(wire);
     const auto run = [&](int rank, UniqueFd socket, const std::function<void(Endpoint&)>& body) {
