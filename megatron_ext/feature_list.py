@@ -13,11 +13,11 @@ entries.
 from __future__ import annotations
 
 RULES = (
-    "megatron_ext.features.slices.slice_rules",
-    "megatron_ext.features.pairs.pair_rules",
-    "megatron_ext.features.lengths.length_rules",
+    "megatron_ext.features.slices.slice_rules:SliceRules",
+    "megatron_ext.features.pairs.pair_rules:PairRules",
+    "megatron_ext.features.lengths.length_rules:LengthRules",
 )
-"""Modules with `TEXTS`: rules about Megatron's settings, as in `config/incompatible.py`."""
+"""Subclasses of `config.feature_rules.FeatureRules`, which check and complete a configuration."""
 
 STEPS = (
     "megatron_ext.features.trees.tree_steps:TreeSteps",
@@ -38,6 +38,8 @@ TABLES = {
 PATCHES = (
     # Layers that keep keys and values from earlier slices.
     "megatron_ext.features.slices.sliced_layers",
+    # Megatron's check of overlapped token exchanges.
+    "megatron_ext.features.pairs.overlap_check",
     # Token exchanges that make the host wait: weight gradients run during the wait.
     "megatron_ext.features.pairs.awaited_tokens",
 )

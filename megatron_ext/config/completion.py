@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.config.feature_rules import feature_rules
 from megatron_ext.schedules.generators.catalog import default_schedule
 from megatron_ext.schedules.table.memory import stash_ratio
 
 if TYPE_CHECKING:
     from megatron_ext.config.cut import UserCut
     from megatron_ext.config.pipeline_config import PipelineConfig
-
-# Settings under which pairs would train a different model; see RULES["unpaired"].
-_UNPAIRED = ("fp4", "sft", "dataloader_inter_document_masking")
 
 
 def completed(
@@ -43,8 +41,9 @@ def completed(
     if config.schedule is None:
         return config
     chunks = _chunks(cut, config)
-    pairs = _has_pairs(settings, config)
-    config = replace(config, chunks=chunks, pairs=pairs)
+    config = replace(config, chunks=chunks)
+    for rules in feature_rules():
+        config = rules.completed(config, settings)
     return with_stash(config, settings)
 
 
@@ -61,24 +60,6 @@ def _chunks(cut: UserCut, config: PipelineConfig) -> int | None:
     if chunks is None or chunks == 1:
         return generator.num_chunks
     return chunks
-
-
-def _has_pairs(settings: Mapping[str, Any], config: PipelineConfig) -> bool:
-    """Return whether forward and backward passes run as pairs."""
-    # The sizes passed to `configure` do not include experts, so trust the program's setting.
-    if "num_experts" not in settings and config.pairs:
-        return True
-    # Pairs hide the communication between experts, and there is none on a single rank.
-    expert_ranks = settings.get("expert_model_parallel_size") or 1
-    if not settings.get("num_experts") or expert_ranks == 1:
-        return False
-    if config.pairs:
-        return True
-    # In these cases the rules drop the flag, with a notice (`incompatible.dropped`).
-    is_unpaired = any(settings.get(dest) for dest in _UNPAIRED)
-    if config.cuts_sequences or is_unpaired:
-        return False
-    return bool(settings.get("overlap_moe_expert_parallel_comm"))
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from megatron_ext.config.active import (
 )
 from megatron_ext.config.batches import batches_of
 from megatron_ext.config.completion import with_stash
+from megatron_ext.config.feature_rules import feature_rules
 from megatron_ext.config.flags import in_flags
 from megatron_ext.config.hosting import inspect
-from megatron_ext.config.pipeline_config import AUTO
 from megatron_ext.config.roles import roles_in_words
 from megatron_ext.errors import ArgumentsError, reworded
 from megatron_ext.schedules.comparison import evaluate
@@ -231,35 +231,23 @@ def running(pipeline: Pipeline) -> str:
     if config.twins == 2:
         hosted = f" (two mirrored pipelines of {pipeline.pp // 2})"
     at_once = ""
-    if config.slice_tokens is not None:
-        long_ones = f"micro-batches of more than {config.slice_tokens} tokens"
-        if config.slice_tokens == AUTO:
-            long_ones = "the longest ones"
-        at_once = (
-            "; bubble and peak are for whole micro-batches, and each step cuts "
-            f"{long_ones} into slices"
-        )
     if config.weights_at_once and schedule.splits_backward:
-        at_once += "; W runs right after I"
+        at_once = "; W runs right after I"
         if config.stash_ratio > 1:
             at_once += (
                 f": all layers are recomputed, and W needs {config.stash_ratio:g} times the memory "
                 "that a micro-batch keeps before I"
             )
-    waiting = ""
-    if config.num_waiting and not any(schedule.pairs):
-        waiting = "; there are too few micro-batches to form pairs, so no W waits for idle time"
-    elif config.num_waiting:
-        waiting = (
-            f"; each rank lets up to {config.num_waiting} more W wait for idle time, at most "
-            "until their place in the simulated table"
-        )
+    remarks = ""
+    for feature in feature_rules():
+        for remark in feature.remarks(pipeline, schedule):
+            remarks += f"; {remark}"
     return (
         f"pipeline schedule: {schedule.label} on {pipeline.pp} ranks{hosted}, "
         f"{schedule.total_microbatches} micro-batches: {order}bubble {timeline.bubble:g} "
         f"({100 * timeline.bubble_ratio:.1f} %), peak {peak:g} activations, "
         f"simulated for costs {pipeline.costs}; messages over "
-        f"{_wires_in_words(pipeline.transport)}{at_once}{waiting}"
+        f"{_wires_in_words(pipeline.transport)}{at_once}{remarks}"
     )
 
 

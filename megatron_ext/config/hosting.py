@@ -23,6 +23,7 @@ from megatron_ext.config.batches import batches_of, check_file
 from megatron_ext.config.command_line import CommandLine, read_command_line
 from megatron_ext.config.completion import completed
 from megatron_ext.config.cut import UserCut
+from megatron_ext.config.feature_rules import feature_rules
 from megatron_ext.config.flags import MEGATRON_FIELDS
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.config.refusals import Preflight
@@ -33,7 +34,6 @@ from megatron_ext.config.sizes import layout_text
 from megatron_ext.errors import ArgumentsError, ScheduleError, reworded
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, default_schedule
 from megatron_ext.schedules.table.placement import linear
-from megatron_ext.schedules.table.slices import shares_of_equal_cost, token_bounds
 from megatron_ext.upstream.flag_list import megatron_flags
 from megatron_ext.upstream.tree import setting_names
 
@@ -307,8 +307,9 @@ def inspect(
     if in_job:
         with answer.collecting("device"):
             answer.arguments |= devices.arguments_for(args, config.device)
-        with answer.collecting("waiting_weights"):
-            incompatible.refuse_waiting_weights(config)
+        for feature in feature_rules():
+            with answer.collecting("device"):
+                feature.refuse_device(config)
     place_local_checkpoints(answer, args)
     check_restart(answer, args, in_job=in_job)
     for flag, reason in flags.DROPPED.items():
@@ -340,7 +341,8 @@ def _with_waiting(
     # instead of an error.
     if in_job and number:
         try:
-            incompatible.refuse_waiting_weights(resolved)
+            for feature in feature_rules():
+                feature.refuse_device(resolved)
         except ScheduleError as error:
             reason, _, _remedy = str(error).partition("; ")
             waiting = automatic.WaitingChoice(0, reason)
@@ -635,17 +637,8 @@ def _check_settings(
     incompatible.imply(answer, config, args)
     for subject, rules in incompatible.rules_of(config, table, args):
         answer.refusals += incompatible.refusals(subject, args, rules)
-    answer.refusals += incompatible.slice_token_refusals(config, args)
-    seq_length = getattr(args, "seq_length", None)
-    if table is not None and table.num_slices > 1 and seq_length:
-        with answer.collecting("slices"):
-            # If slices of equal length are too short, so is the last slice of a cut by
-            # cost, which is even shorter.
-            even = shares_of_equal_cost(table.num_slices)
-            divisor = 1
-            if getattr(args, "sequence_parallel", False):
-                divisor = args.tensor_model_parallel_size
-            token_bounds(even, seq_length, divisor)
+    for feature in feature_rules():
+        feature.refuse(answer, config, table, args)
     return args
 
 

@@ -9,20 +9,22 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from importlib import import_module
 from importlib.util import find_spec
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext import devices, feature_list
-from megatron_ext.config.flags import MEGATRON_FIELDS, in_flags, in_objects, with_flags
+from megatron_ext.config.feature_rules import feature_rules
+from megatron_ext.config.flags import (
+    FLAG_OF,
+    MEGATRON_FIELDS,
+    in_flags,
+    in_objects,
+    with_flags,
+)
 from megatron_ext.config.refusals import Preflight, Refusal
 from megatron_ext.config.roles import profiles_with_torch
 from megatron_ext.config.stages import chooser
-from megatron_ext.errors import ArgumentsError, ScheduleError, reworded
+from megatron_ext.errors import ArgumentsError, reworded
 from megatron_ext.rules import Rule, read_rules
-from megatron_ext.schedules.table.slices import MAX_SLICES
-from megatron_ext.upstream.signatures import parameters
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
@@ -263,8 +265,8 @@ _TEXTS = {
 def _all_texts() -> dict[str, str]:
     """Return the texts above and the features' texts, by group."""
     texts = dict(_TEXTS)
-    for module in feature_list.RULES:
-        texts |= import_module(module).TEXTS
+    for rules in feature_rules():
+        texts |= rules.texts
     return texts
 
 
@@ -281,24 +283,15 @@ DROPPED_BY_ROLES = (
 def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refusal]:
     """Return a refusal for each setting that is incompatible with a feature.
 
-    `subject` is the flag that enabled the feature, such as `--pipeline-slices=4`.
+    `subject` is the flag that enabled the feature, such as `--pipeline-schedule=zb-v`.
     """
     refused = []
     for rule in rules:
         if rule.refuses(args):
             cause = f"{subject} cannot run with {rule.flag}: {rule.reason}"
-            remedy = _remedy(rule, subject)
+            remedy = rule.remedy.replace("SUBJECT", subject)
             refused.append(Refusal(rule.reads[0], cause, remedy))
     return refused
-
-
-def _remedy(rule: Rule, subject: str) -> str:
-    """Return a rule's remedy, with the flag that the user set."""
-    remedy = rule.remedy.replace("SUBJECT", subject)
-    # Slices by length share the rules of equal slices, whose remedies name --pipeline-slices.
-    if subject.startswith("--pipeline-slice-tokens"):
-        remedy = remedy.replace("--pipeline-slices", "--pipeline-slice-tokens")
-    return remedy
 
 
 def rules_of(
@@ -314,10 +307,6 @@ def rules_of(
     # (field of the configuration, group of rules, whether the group applies)
     groups = [
         ("microbatch_rng", "microbatch_rng", config.microbatch_rng and runs_no_table),
-        ("balance", "balance", config.balance != "off"),
-        ("slices", "slices", config.slices > 1),
-        ("slice_tokens", "slices", config.slice_tokens is not None),
-        ("slice_tokens", "slices_by_length", config.slice_tokens is not None),
         ("variable_seq_lengths", "lengths", config.variable_seq_lengths),
         (
             "variable_seq_lengths",
@@ -327,10 +316,10 @@ def rules_of(
         ("disaggregation", "roles", has_roles),
         ("disaggregation", "schedule", has_roles),
         ("schedule", "schedule", not runs_no_table),
-        ("pairs", "pairs", config.pairs),
-        ("waiting_weights", "waiting_weights", config.num_waiting > 0),
         ("transport", "transport", runs_no_table and table is not None),
     ]
+    for feature in feature_rules():
+        groups += [(field, group, True) for field, group in feature.groups(config)]
     if table is not None and not runs_no_table:
         placement = table.placement
         chooses = config.dynamic is not None
@@ -347,60 +336,33 @@ def rules_of(
     for field, group, applies in groups:
         if applies:
             flag = flag_of(args, config, field)
-            # If a feature's folder is deleted, its group is missing.
-            rules = RULES.get(group, ())
-            rules_by_flag.append((flag, rules))
+            rules_by_flag.append((flag, _for_flag(field, group)))
     return rules_by_flag
+
+
+def _for_flag(field: str, group: str) -> tuple[Rule, ...]:
+    """Return a group's rules, with remedies that name the flag of `field`."""
+    rules = RULES[group]
+    if group == field or group not in FLAG_OF:
+        return rules
+    # Two fields share a group that is named for one of them, so its remedies name that one's flag.
+    reworded_rules = []
+    for rule in rules:
+        remedy = rule.remedy.replace(FLAG_OF[group], FLAG_OF[field])
+        reworded_rules.append(rule._replace(remedy=remedy))
+    return tuple(reworded_rules)
 
 
 def flag_of(args: Namespace, config: PipelineConfig, field: str) -> str:
     """Return a flag as the user wrote it, with its value if it accepts several, for `reworded`."""
     if field == "schedule":
         return chooser(args, config)
-    values = {
-        "transport": config.wire,
-        "balance": config.balance,
-        "slices": str(config.slices),
-        "slice_tokens": str(config.slice_tokens),
-        "waiting_weights": str(config.waiting_weights),
-    }
-    return with_flags(field, values.get(field, ""))
-
-
-def slice_token_refusals(config: PipelineConfig, args: Namespace) -> list[Refusal]:
-    """Return a refusal for each reason why slices by length would have too few tokens."""
-    num_tokens = config.slice_tokens
-    if not isinstance(num_tokens, int):  # None or auto
-        return []
-    subject = flag_of(args, config, "slice_tokens")
-    # [reason] -> the least number of tokens
-    least_by_reason: dict[str, int] = {}
-    if getattr(args, "sequence_parallel", False):
-        num_ranks = args.tensor_model_parallel_size
-        reason = (
-            f"{num_ranks} tensor-parallel ranks divide each slice (--sequence-parallel)"
-        )
-        least_by_reason[reason] = num_ranks
-    seq_length = getattr(args, "seq_length", None)
-    if seq_length:
-        num_slices = ceil(seq_length / num_tokens)
-        reason = (
-            f"--seq-length={seq_length} would have {num_slices} slices, but a micro-batch can have "
-            f"only {MAX_SLICES}"
-        )
-        least_by_reason[reason] = ceil(seq_length / MAX_SLICES)
-    refused = []
-    for reason, least_tokens in least_by_reason.items():
-        if num_tokens < least_tokens:
-            refused.append(
-                Refusal(
-                    "slice_tokens",
-                    f"{subject}: {reason}",
-                    f"use --pipeline-slice-tokens={least_tokens} or more",
-                    ScheduleError,
-                )
-            )
-    return refused
+    value = getattr(config, field)
+    if field == "transport":
+        value = config.wire
+    # A switch has no value, and the value of an object takes several flags.
+    has_value = isinstance(value, (int, str)) and not isinstance(value, bool)
+    return with_flags(field, str(value) if has_value else "")
 
 
 def dropped(pipeline: Pipeline) -> tuple[Rule, ...]:
@@ -410,9 +372,9 @@ def dropped(pipeline: Pipeline) -> tuple[Rule, ...]:
     rules = RULES["dropped"]
     if table.splits_backward:
         rules += RULES["dropped_by_split"] + RULES["whole"]
-    # Slices always rule out pairs and drop the flags that request them.
-    group = "dropped_by_slices" if pipeline.config.cuts_sequences else "unpaired"
-    rules += RULES.get(group, ())
+    for feature in feature_rules():
+        for group in feature.dropped(pipeline.config):
+            rules += RULES[group]
     if placement.num_stages == placement.num_ranks:
         rules += RULES["dropped_by_line"]
     return rules
@@ -420,9 +382,8 @@ def dropped(pipeline: Pipeline) -> tuple[Rule, ...]:
 
 def imply(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
     """Add the arguments that a configuration sets for Megatron, along with changes and notices."""
-    _imply_pairs(answer, config, args)
-    if config.cuts_sequences:
-        _imply_slices(answer, args)
+    for feature in feature_rules():
+        feature.imply(answer, config, args)
     if config.variable_seq_lengths:
         _imply_lengths(answer, args)
     if getattr(args, "use_distributed_optimizer", None):
@@ -434,34 +395,6 @@ def imply(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
             "micro-batches is part of the schedule"
         )
     answer.notices += _unlogged(config, args)
-
-
-def _imply_pairs(answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
-    """Make Megatron build its layers for pairs if, and only if, the table has pairs."""
-    requests_pairs = getattr(args, "overlap_moe_expert_parallel_comm", None)
-    if config.pairs:
-        answer.arguments["overlap_moe_expert_parallel_comm"] = True
-    elif config.schedule is not None and requests_pairs:
-        answer.arguments["overlap_moe_expert_parallel_comm"] = False
-        answer.notices.append(
-            "--overlap-moe-expert-parallel-comm has no effect without experts on several ranks "
-            "(--num-experts, --expert-model-parallel-size)"
-        )
-        if getattr(args, "ep_overlap_early_attn_memory_release", None):
-            answer.arguments["ep_overlap_early_attn_memory_release"] = False
-
-
-def _imply_slices(answer: Preflight, args: Namespace) -> None:
-    """Set what layers need if their gradients arrive slice by slice."""
-    # Megatron-Bridge does not have this setting and does not create masks.
-    makes_mask = getattr(args, "create_attention_mask_in_dataloader", None)
-    if makes_mask and not getattr(args, "reset_attention_mask", None):
-        # Tensor-parallel ranks receive the mask into a buffer that has the whole mask's shape, so a
-        # slice's mask would not fit.
-        answer.arguments["create_attention_mask_in_dataloader"] = False
-    # Transformer Engine's layers overwrite the gradients from other slices if this cache, which
-    # only fp8 uses, is combined with fused gradient accumulation.
-    answer.arguments["disable_parameter_transpose_cache"] = True
 
 
 def _imply_lengths(answer: Preflight, args: Namespace) -> None:
@@ -601,21 +534,16 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
     # The pattern is an argument of the model. The configuration object only says whether the model
     # is hybrid.
     args.hybrid_layer_pattern = fields.get("is_hybrid_model")
-    # A spec, not `transformer_impl`, chooses the layers. Slices check the layers in the
-    # first step.
+    # A spec, not `transformer_impl`, chooses the layers. Features that depend on it check the
+    # layers in the first step.
     args.transformer_impl = None
     groups = rules_of(config, pipeline.full, args)
-    overlaps = fields.get("overlap_moe_expert_parallel_comm")
     if config.runs_no_table:
         # Megatron sets a default group size here. Other values are rejected when flags are parsed.
         args.microbatch_group_size_per_vp_stage = None
-    elif overlaps not in (None, config.pairs):
-        # The table and the layers that Megatron builds must agree on whether there are pairs.
-        raise ArgumentsError(
-            f"schedule {pipeline.name} has pairs={config.pairs}, but the model has "
-            f"overlap_moe_expert_parallel_comm={overlaps}; set both to the same value"
-        )
     else:
+        for feature in feature_rules():
+            feature.refuse_built(pipeline, fields)
         # With flags, these settings would be dropped, but a program has already built
         # its model with them.
         rules_of_table = dropped(pipeline)
@@ -626,29 +554,13 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
     for subject, rules in groups:
         for refusal in refusals(subject, args, rules):
             lines.append(refusal.worded(in_objects))
-    for refusal in slice_token_refusals(config, args):
+    answer = Preflight()
+    for feature in feature_rules():
+        feature.refuse(answer, config, pipeline.full, args)
+    for refusal in answer.refusals:
         lines.append(refusal.worded(in_objects))
     if lines:
         raise ArgumentsError("\n".join(lines))
-
-
-def refuse_waiting_weights(config: PipelineConfig) -> None:
-    """Check that this device and this release of Megatron can run W in parallel with actions.
-
-    Raises:
-        ScheduleError: They cannot.
-    """
-    if not config.num_waiting or devices.current().is_host:
-        return
-    # In 0.16, plans compute on the stream that the process chose first, DDP's reductions may wait
-    # only for the default stream, and grouped_gemm products run on the action stream.
-    parameter_names = parameters("megatron.core.pipeline_parallel.utils:set_streams")
-    if "comp_stream" in parameter_names:
-        raise ScheduleError(
-            f"--pipeline-waiting-weights={config.waiting_weights} needs megatron-core 0.17 or "
-            "later on a device: 0.16 computes and reduces on streams that do not wait for a W on "
-            "another stream; remove --pipeline-waiting-weights"
-        )
 
 
 def why_not_split(config: Any) -> str | None:

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_origin, get_type_hints
 
+from megatron_ext.config.feature_rules import feature_rules
 from megatron_ext.devices import CHOICES as DEVICES
 from megatron_ext.errors import ConfigurationError
 from megatron_ext.schedules.generators.catalog import (
     CSV_PREFIX,
-    SLICED_BY_LENGTH,
     Generator,
     get,
 )
@@ -31,7 +31,6 @@ from megatron_ext.schedules.search.policies import PolicyName  # noqa: TC001 - c
 from megatron_ext.schedules.table.actions import Option  # noqa: TC001 - check_types
 from megatron_ext.schedules.table.costs import Costs  # noqa: TC001 - check_types
 from megatron_ext.schedules.table.length_cost import LengthCost  # noqa: TC001 - check_types
-from megatron_ext.schedules.table.slices import MAX_SLICES
 
 TransportName = Literal["torch", "auto", "shm", "tcp", "rdma"]
 """torch: torch.distributed, the default. auto: our native core over the best wire between any two
@@ -231,15 +230,14 @@ class PipelineConfig:
         has_roles = self.disaggregation is not None
         mistakes = [
             _mistake_of_values(self),
-            _mistake_of_slices(self),
-            _mistake_of_slice_tokens(self),
         ]
+        for rules in feature_rules():
+            mistakes.append(rules.mistake(self))
         if has_roles:
             mistakes.append(_mistake_of_roles(self))
         else:
             mistakes.append(_mistake_of_schedules(self))
             mistakes.append(_mistake_of_transports(self))
-        mistakes.append(_mistake_of_waiting(self))
         for template in mistakes:
             if template is not None:
                 raise ConfigurationError(template, c=self)
@@ -318,12 +316,6 @@ def _mistake_of_values(c: PipelineConfig) -> str | None:
     """Return what is wrong with a single value, or with a value and the transport."""
     if c.device not in DEVICES:
         return f"{{device:{{c.device}}}} must be one of {', '.join(DEVICES)}; use one of them"
-    uses_lengths = c.balance != "off" or c.cuts_sequences
-    if c.length_costs is not None and not uses_lengths:
-        return (
-            "{length_costs} requires {balance}, {slices} or {slice_tokens}; add {balance:order}, "
-            "or remove it"
-        )
     # This comparison and those of seconds below also reject NaN.
     if not 1 <= c.stash_ratio < inf:
         return (
@@ -344,121 +336,12 @@ def _mistake_of_values(c: PipelineConfig) -> str | None:
     return None
 
 
-def _mistake_of_slices(c: PipelineConfig) -> str | None:
-    """Return why micro-batches cannot be cut into these slices."""
-    if not 1 <= c.slices <= MAX_SLICES:
-        return (
-            f"{{slices:{{c.slices}}}}: a micro-batch has 1 to {MAX_SLICES} slices; "
-            "use {slices:4} or 8"
-        )
-    if c.slices == 1:
-        return None
-    unsliced = {"disaggregation": c.disaggregation is not None, "pairs": c.pairs}
-    for field_name, is_set in unsliced.items():
-        if is_set:
-            return (
-                f"{{slices:{{c.slices}}}} cannot run with {{{field_name}}}: its tables have no "
-                "slices; remove one of them"
-            )
-    of_unequal_lengths = {
-        "balance": c.balance != "off",
-        "variable_seq_lengths": c.variable_seq_lengths,
-    }
-    for field_name, is_set in of_unequal_lengths.items():
-        if is_set:
-            return (
-                f"{{slices:{{c.slices}}}} cannot run with {{{field_name}}}: it cuts all "
-                "micro-batches alike; use {slice_tokens:4096} without {slices}, or remove one of "
-                "them"
-            )
-    if c.runs_no_table:
-        return (
-            "{slices:{c.slices}} requires one of this package's schedules; add {schedule:NAME}, "
-            "such as zb-h1"
-        )
-    return None
-
-
-def _mistake_of_slice_tokens(c: PipelineConfig) -> str | None:
-    """Return why micro-batches cannot be cut by their lengths."""
-    if c.slice_tokens is None:
-        return None
-    if isinstance(c.slice_tokens, int) and c.slice_tokens < 1:
-        return "{slice_tokens:{c.slice_tokens}} must be at least 1; use {slice_tokens:4096}"
-    if c.slices > 1:
-        return (
-            "{slice_tokens:{c.slice_tokens}} cuts each micro-batch by its length, but "
-            "{slices:{c.slices}} cuts all micro-batches alike; remove one of them"
-        )
-    excluded = {"disaggregation": c.disaggregation is not None, "pairs": c.pairs}
-    for field_name, is_set in excluded.items():
-        if is_set:
-            return (
-                f"{{slice_tokens:{{c.slice_tokens}}}} cannot run with {{{field_name}}}: its tables "
-                "have no slices; remove one of them"
-            )
-    if c.runs_no_table or c.is_automatic:
-        return (
-            "{slice_tokens:{c.slice_tokens}} generates a table for each step's lengths; add "
-            "{schedule:NAME}, such as zb-h1"
-        )
-    if c.schedule is not None and c.schedule not in SLICED_BY_LENGTH:
-        return (
-            "{slice_tokens:{c.slice_tokens}} needs a table for each step's lengths, which "
-            "{schedule:{c.schedule}} cannot generate; use {schedule:zb-h1}, or one of "
-            f"{', '.join(SLICED_BY_LENGTH)}"
-        )
-    return None
-
-
-def _mistake_of_waiting(c: PipelineConfig) -> str | None:
-    """Return why W cannot wait for idle time."""
-    if c.num_waiting < 0:
-        return (
-            "{waiting_weights:{c.waiting_weights}} must be at least 0; use {waiting_weights:0}, "
-            "which runs W where the table places it"
-        )
-    if not c.waiting_weights:
-        return None
-    if c.disaggregation is not None:
-        return (
-            "{waiting_weights:{c.waiting_weights}} cannot run with {disaggregation}, which has no "
-            "pairs; remove {waiting_weights}"
-        )
-    if c.runs_no_table:
-        return (
-            "{waiting_weights:{c.waiting_weights}} requires one of this package's schedules with "
-            "pairs; add {schedule:NAME}, such as zb-h1, or remove it"
-        )
-    if c.dynamic is not None:
-        return (
-            "{waiting_weights:{c.waiting_weights}} cannot run with {dynamic}, which places W "
-            "itself; remove one of them"
-        )
-    if c.is_automatic:
-        return (
-            "{waiting_weights:{c.waiting_weights}} cannot run with {schedule:{c.schedule}}, which "
-            "compares tables without it; name the schedule, such as {schedule:zb-h1}"
-        )
-    return None
-
-
 def _mistake_of_roles(c: PipelineConfig) -> str | None:
     """Return which setting is incompatible with separate forward and backward ranks."""
     if not c.runs_no_table or c.costs is not None:
         return (
             "{disaggregation} cannot run with {schedule}, {dynamic} or {costs}: it has its own "
             "schedule; remove one of them"
-        )
-    if c.pairs:
-        return (
-            "{disaggregation} cannot run with {pairs}: forward and backward passes run on "
-            "different ranks; remove one of them"
-        )
-    if c.balance != "off":
-        return (
-            "{disaggregation} cannot run with {balance:{c.balance}}: its forward and backward "
-            "ranks read the data in file order; remove {balance}"
         )
     if c.transport == "torch":
         return (
@@ -477,16 +360,10 @@ def _mistake_of_schedules(c: PipelineConfig) -> str | None:
     """Return which setting the schedule rules out, or which setting needs one of our schedules."""
     if c.chunks is not None and c.chunks < 1:
         return "{chunks:{c.chunks}} must be at least 1"
-    if c.runs_no_table and c.balance != "off":
-        return (
-            "{balance:{c.balance}} requires one of this package's schedules; add {schedule:NAME}, "
-            "such as 1f1b or interleaved, or remove it"
-        )
     # Settings that only our tables use.
     of_tables = {
         "costs": c.costs is not None,
         "options": bool(c.options),
-        "pairs": c.pairs,
         "weights_at_once": c.weights_at_once,
         "stash_ratio": c.stash_ratio != 1,
     }

@@ -147,40 +147,6 @@ def _check_built(
     count_recomputation(instance)
 
 
-def _runs_pairs() -> bool:
-    pipeline = active.pipeline()
-    return pipeline is not None and pipeline.config.pairs
-
-
-@PATCHES.row(
-    "schedules.pairs",
-    _CONFIG,
-    when=_runs_pairs,
-    order=20,  # inside schedules.model_config, which reads the real settings
-)
-def _check_without_overlap(
-    call: Call,
-    instance: Any,
-    args: Args,
-    kwargs: Kwargs,
-) -> None:
-    """Megatron checks the overlap rules of its interleaved schedule, but pairs have different
-    limits.
-    """
-    # During Megatron's check, turn off the overlap and the settings that depend on it.
-    names = (
-        "overlap_moe_expert_parallel_comm",
-        "delay_wgrad_compute",
-        "ep_overlap_early_attn_memory_release",
-    )
-    settings = {name: getattr(instance, name) for name in names}
-    vars(instance).update(dict.fromkeys(names, False))
-    try:
-        call(*args, **kwargs)
-    finally:
-        vars(instance).update(settings)
-
-
 def stage_of_chunk(chunk: int) -> int:
     """Return the stage of one of this rank's chunks under Megatron's round-robin placement."""
     from megatron.core import parallel_state

@@ -18,13 +18,13 @@ from megatron_ext.features.lengths.length_balance import (
     shortest,
 )
 from megatron_ext.features.lengths.length_slices import (
+    SLICED_BY_LENGTH,
     equal_cost_bounds,
     rising,
     slices_needed,
 )
 from megatron_ext.schedules.comparison import Choice, possible_tables
 from megatron_ext.schedules.generators.catalog import (
-    SLICED_BY_LENGTH,
     generate,
     registered,
 )

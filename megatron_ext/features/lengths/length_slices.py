@@ -19,6 +19,8 @@ from megatron_ext.schedules.table.slices import MAX_SLICES
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.length_cost import LengthCost
 
+SLICED_BY_LENGTH = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
+"""Schedules that support slices by length. Their tables are fast to generate."""
 
 # The maximum per rank, counting the slices of all micro-batches.
 _MAX_SLICES_IN_STEP = 32

@@ -11,9 +11,9 @@ from megatron.core.utils import unwrap_model
 
 from megatron_ext import devices
 from megatron_ext.config.active import report_departure
-from megatron_ext.config.incompatible import refuse_waiting_weights
 from megatron_ext.errors import ScheduleError
 from megatron_ext.features.pairs.awaited_tokens import HOST_WEIGHTS
+from megatron_ext.features.pairs.pair_rules import PairRules
 from megatron_ext.features.pairs.plans import PlannedCompute
 from megatron_ext.features.pairs.skipped_hooks import log_skipped_hooks
 from megatron_ext.features.pairs.waiting_weights import (
@@ -65,7 +65,7 @@ class PairSteps(Feature):
     ) -> None:
         """Reject a model or forward step without schedule plans; see `Feature.refuse_model`."""
         if pipeline.config.pairs:
-            refuse_waiting_weights(pipeline.config)
+            PairRules().refuse_device(pipeline.config)
             _check_plans(chunks, forward_step)
             log_skipped_hooks(chunks)
 

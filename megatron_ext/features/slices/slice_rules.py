@@ -1,10 +1,24 @@
-"""Megatron settings that slices reject or drop."""
+"""Checks of settings for slices, and what slices set for Megatron."""
 
 from __future__ import annotations
 
-from megatron_ext.rules import HYBRID_MODELS
+from argparse import Namespace
+from typing import TYPE_CHECKING
 
-TEXTS = {
+from megatron_ext.config.feature_rules import FeatureRules
+from megatron_ext.rules import HYBRID_MODELS
+from megatron_ext.schedules.table.slices import (
+    MAX_SLICES,
+    shares_of_equal_cost,
+    token_bounds,
+)
+
+if TYPE_CHECKING:
+    from megatron_ext.config.pipeline_config import PipelineConfig
+    from megatron_ext.config.refusals import Preflight
+    from megatron_ext.schedules.table.actions import Schedule
+
+_TEXTS = {
     # For micro-batches that run in slices. The rule about the fused softmax applies
     # only to Megatron's local layers, because Transformer Engine uses a different
     # softmax. Megatron's kernel supports only 16-bit types.
@@ -68,4 +82,90 @@ TEXTS = {
         ep_overlap_early_attn_memory_release
             it applies only to pairs, and slices do not run as pairs""",
 }
-"""Rules by group, in the notation of `megatron_ext/rules.py`."""
+
+
+class SliceRules(FeatureRules):
+    """Checks the settings of slices."""
+
+    texts = _TEXTS
+
+    def mistake(self, config: PipelineConfig) -> str | None:
+        """Return why micro-batches cannot be cut into these slices."""
+        if not 1 <= config.slices <= MAX_SLICES:
+            return (
+                f"{{slices:{{c.slices}}}}: a micro-batch has 1 to {MAX_SLICES} slices; "
+                "use {slices:4} or 8"
+            )
+        if config.slices == 1:
+            return None
+        has_roles = config.disaggregation is not None
+        unsliced = {"disaggregation": has_roles, "pairs": config.pairs}
+        for field, is_set in unsliced.items():
+            if is_set:
+                return (
+                    f"{{slices:{{c.slices}}}} cannot run with {{{field}}}: its tables have no "
+                    "slices; remove one of them"
+                )
+        of_unequal_lengths = {
+            "balance": config.balance != "off",
+            "variable_seq_lengths": config.variable_seq_lengths,
+        }
+        for field, is_set in of_unequal_lengths.items():
+            if is_set:
+                return (
+                    f"{{slices:{{c.slices}}}} cannot run with {{{field}}}: it cuts all "
+                    "micro-batches alike; use {slice_tokens:4096} without {slices}, or remove one "
+                    "of them"
+                )
+        if config.runs_no_table:
+            return (
+                "{slices:{c.slices}} requires one of this package's schedules; add "
+                "{schedule:NAME}, such as zb-h1"
+            )
+        return None
+
+    def groups(self, config: PipelineConfig) -> list[tuple[str, str]]:
+        """Return the group for slices, with the field that asks for them."""
+        if config.slices > 1:
+            return [("slices", "slices")]
+        if config.cuts_sequences:
+            return [("slice_tokens", "slices")]
+        return []
+
+    def dropped(self, config: PipelineConfig) -> tuple[str, ...]:
+        """Drop the flags that request pairs, which slices always rule out."""
+        return ("dropped_by_slices",) if config.cuts_sequences else ()
+
+    def imply(self, answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
+        """Set what layers need if their gradients arrive slice by slice."""
+        if not config.cuts_sequences:
+            return
+        # Megatron-Bridge does not have this setting and does not create masks.
+        makes_mask = getattr(args, "create_attention_mask_in_dataloader", None)
+        if makes_mask and not getattr(args, "reset_attention_mask", None):
+            # Tensor-parallel ranks receive the mask into a buffer that has the whole mask's shape,
+            # so a slice's mask would not fit.
+            answer.arguments["create_attention_mask_in_dataloader"] = False
+        # Transformer Engine's layers overwrite the gradients from other slices if this cache,
+        # which only fp8 uses, is combined with fused gradient accumulation.
+        answer.arguments["disable_parameter_transpose_cache"] = True
+
+    def refuse(
+        self,
+        answer: Preflight,
+        config: PipelineConfig,
+        table: Schedule | None,
+        args: Namespace,
+    ) -> None:
+        """Refuse sequences that are too short for this many slices."""
+        seq_length = getattr(args, "seq_length", None)
+        if table is None or table.num_slices == 1 or not seq_length:
+            return
+        with answer.collecting("slices"):
+            # If slices of equal length are too short, so is the last slice of a cut by
+            # cost, which is even shorter.
+            even = shares_of_equal_cost(table.num_slices)
+            divisor = 1
+            if getattr(args, "sequence_parallel", False):
+                divisor = args.tensor_model_parallel_size
+            token_bounds(even, seq_length, divisor)

@@ -23,8 +23,6 @@ from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.table_change import take_table_changes
 
 CSV_PREFIX = "csv:"
-SLICED_BY_LENGTH = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
-"""Schedules that support slices by length. Their tables are fast to generate."""
 # Without these limits, plan, plot and doctor would never finish for absurdly large
 # sizes.
 MAX_RANKS = 4096

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.config import active, incompatible
+from megatron_ext.config import active
 from megatron_ext.config.active import Active
 from megatron_ext.config.entrances import running
 from megatron_ext.config.pipeline_config import (
@@ -21,7 +21,7 @@ from megatron_ext.config.pipeline_config import (
     PipelineConfig,
 )
 from megatron_ext.errors import ConfigurationError, ScheduleError
-from megatron_ext.features.pairs import waiting_weights
+from megatron_ext.features.pairs import pair_rules, waiting_weights
 from megatron_ext.features.pairs.pair_steps import PairSteps
 from megatron_ext.features.pairs.waiting_weights import DeviceWeights, SideStreams
 from megatron_ext.runtime.split import SplitBackward
@@ -124,14 +124,14 @@ def test_a_device_needs_a_release_whose_streams_wait(
     is_host: bool, streams: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        incompatible.devices, "current", lambda: SimpleNamespace(is_host=is_host)
+        pair_rules.devices, "current", lambda: SimpleNamespace(is_host=is_host)
     )
-    monkeypatch.setattr(incompatible, "parameters", lambda _place: streams)
+    monkeypatch.setattr(pair_rules, "parameters", lambda _place: streams)
     pipeline = make_pipeline("zb-h1", 4, 8, pairs=True, waiting_weights=2)
     if is_host or "comp_stream" not in streams:
-        incompatible.refuse_waiting_weights(pipeline.config)
+        pair_rules.PairRules().refuse_device(pipeline.config)
         return
-    incompatible.refuse_waiting_weights(replace(pipeline.config, waiting_weights=0))
+    pair_rules.PairRules().refuse_device(replace(pipeline.config, waiting_weights=0))
     with pytest.raises(ScheduleError, match="or later on a device"):
         PairSteps.refuse_model(pipeline, [], print)
 

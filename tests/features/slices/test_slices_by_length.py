@@ -17,6 +17,7 @@ from megatron_ext.config import active
 from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
 from megatron_ext.errors import ScheduleError
 from megatron_ext.features.lengths.length_slices import (
+    SLICED_BY_LENGTH,
     automatic_slice_tokens,
     equal_cost_bounds,
     rising,
@@ -24,7 +25,6 @@ from megatron_ext.features.lengths.length_slices import (
 )
 from megatron_ext.runtime import program
 from megatron_ext.schedules import Action, Costs, Schedule, generate, simulate, validate
-from megatron_ext.schedules.generators.catalog import SLICED_BY_LENGTH
 from megatron_ext.schedules.search import queues
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import policies

@@ -1,0 +1,94 @@
+"""The interface through which `features/` extends the checks of a configuration.
+
+The base class checks nothing. A feature overrides the methods that it needs; `feature_list.RULES`
+lists the subclasses.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron_ext.feature_list import RULES
+
+if TYPE_CHECKING:
+    from megatron_ext.config.active import Pipeline
+    from megatron_ext.config.pipeline_config import PipelineConfig
+    from megatron_ext.config.refusals import Preflight
+    from megatron_ext.schedules.table.actions import Schedule
+
+
+class FeatureRules:
+    """What a feature checks, completes and sets in a job's configuration."""
+
+    texts: ClassVar[Mapping[str, str]] = {}
+    """Rules about Megatron's settings by group, in the notation of `megatron_ext/rules.py`."""
+
+    def mistake(self, config: PipelineConfig) -> str | None:
+        """Return what is wrong with the feature's own settings, or None.
+
+        The text is a template for a `ConfigurationError`, in which {field} and {field:value} are
+        settings.
+        """
+        return None
+
+    def completed(
+        self,
+        config: PipelineConfig,
+        settings: Mapping[str, Any],
+    ) -> PipelineConfig:
+        """Return the configuration of a job with these settings, by Megatron's argument names."""
+        return config
+
+    def groups(self, config: PipelineConfig) -> list[tuple[str, str]]:
+        """Return (field of the configuration, group of rules) for each group that applies."""
+        return []
+
+    def dropped(self, config: PipelineConfig) -> tuple[str, ...]:
+        """Return the groups of rules whose settings are dropped when flags are read."""
+        return ()
+
+    def imply(self, answer: Preflight, config: PipelineConfig, args: Namespace) -> None:
+        """Add the arguments that the feature sets for Megatron, with changes and notices."""
+
+    def refuse(
+        self,
+        answer: Preflight,
+        config: PipelineConfig,
+        table: Schedule | None,
+        args: Namespace,
+    ) -> None:
+        """Add refusals that depend on numbers, which rules cannot express."""
+
+    def refuse_device(self, config: PipelineConfig) -> None:
+        """Check this process's device and release of Megatron.
+
+        Raises:
+            ScheduleError: They cannot run the feature.
+        """
+
+    def refuse_built(self, pipeline: Pipeline, fields: Mapping[str, Any]) -> None:
+        """Check the fields of a `TransformerConfig` against the active pipeline.
+
+        Raises:
+            ArgumentsError: A program built the object with other settings than the table needs.
+        """
+
+    def remarks(self, pipeline: Pipeline, table: Schedule) -> Iterator[str]:
+        """Yield clauses for the log line about the pipeline that runs."""
+        return iter(())
+
+
+@cache
+def feature_rules() -> tuple[FeatureRules, ...]:
+    """Return the features' rules, in the order in which they are applied."""
+    checks: list[FeatureRules] = []
+    # Import on first use, because features import this module.
+    for entry in RULES:
+        module, _, name = entry.partition(":")
+        rules_class = getattr(import_module(module), name)
+        checks.append(rules_class())
+    return tuple(checks)
