@@ -60,48 +60,206 @@ def question_of(
     Raises:
         ArgumentsError: The sizes are inconsistent, or the run in the folder has different sizes.
     """
-    settings = vars(args)
-    cut = UserCut.of(settings)
-    pp = cut.sizes.pipeline_model_parallel_size
-    if pp < 2:
-        raise ArgumentsError(
-            "--pipeline-schedule=auto needs a pipeline of at least 2 ranks, not "
-            f"--pipeline-model-parallel-size={pp}; use --pipeline-model-parallel-size=2, or remove "
-            "--pipeline-schedule"
+    job = _Job(args, config, device)
+    return job.training(), job.judge()
+
+
+class _Job:
+    """A job whose schedule is undecided, as the planner sees it."""
+
+    def __init__(
+        self, args: Namespace, config: PipelineConfig, device: DeviceKind | None
+    ) -> None:
+        """Read the job's sizes; see `question_of`."""
+        self._args = args
+        self._config = config
+        self._device = device
+        self._cut = UserCut.of(vars(args))
+        pp = self._cut.sizes.pipeline_model_parallel_size
+        if pp < 2:
+            raise ArgumentsError(
+                "--pipeline-schedule=auto needs a pipeline of at least 2 ranks, not "
+                f"--pipeline-model-parallel-size={pp}; use --pipeline-model-parallel-size=2, or "
+                "remove --pipeline-schedule"
+            )
+        self._batches = _batches(args)
+        # These settings follow from the sizes alone, so they are the same for every schedule.
+        undecided = replace(config, schedule=choice.REFERENCE)
+        self._reference = completed(vars(args), self._cut, undecided)
+
+    def training(self) -> Training:
+        """Return the settings that all schedules share."""
+        pp = self._cut.sizes.pipeline_model_parallel_size
+        # Megatron uses one stage per rank if no flag sets the number, so do not treat 1 as the
+        # user's choice.
+        chunks = self._cut.chunks_if_even
+        if chunks == 1:
+            chunks = None
+        # If the batch is unknown, use a number that fills the pipeline, as other checks do.
+        num_microbatches = 2 * pp
+        if self._batches is not None:
+            num_microbatches = self._batches.num_microbatches
+        num_layers = None
+        if self._has_layers:
+            num_layers = self._cut.num_layers
+        return choice.Training(
+            ranks=pp,
+            num_microbatches=num_microbatches,
+            cut=self._layers_by_stage,
+            chunks=chunks,
+            num_layers=num_layers,
+            costs=self._config.costs,
+            pairs=self._reference.pairs,
+            slices=self._config.slices,
+            stash_ratio=self._reference.stash_ratio,
+            weights_at_once=self._reference.weights_at_once,
         )
-    batches = _batches(args)
-    # The settings read below follow from the sizes alone, so they are the same for every schedule.
-    reference_config = replace(config, schedule=choice.REFERENCE)
-    reference = completed(settings, cut, reference_config)
-    # Megatron uses one stage per rank if no flag sets the number, so do not treat 1 as the user's
-    # choice.
-    chunks = cut.chunks_if_even
-    if chunks == 1:
-        chunks = None
-    # If the batch is unknown, use a number that fills the pipeline, as other checks do.
-    num_microbatches = 2 * pp
-    if batches is not None:
-        num_microbatches = batches.num_microbatches
-    num_layers = None
-    if _has_layers(cut):
-        num_layers = cut.num_layers
 
-    def layers_of(schedule: str, placement: Placement) -> Sequence[int] | None:
-        return _layers_by_stage(args, cut, schedule, placement)
+    def judge(self) -> Judge:
+        """Return the judge that compares schedules.
 
-    training = choice.Training(
-        ranks=pp,
-        num_microbatches=num_microbatches,
-        cut=layers_of,
-        chunks=chunks,
-        num_layers=num_layers,
-        costs=config.costs,
-        pairs=reference.pairs,
-        slices=config.slices,
-        stash_ratio=reference.stash_ratio,
-        weights_at_once=reference.weights_at_once,
-    )
-    return training, _judge(args, cut, config, device, batches, training)
+        Raises:
+            ArgumentsError: The traced run has different sizes.
+        """
+        folder = self._config.trace_folder
+        if folder is not None:
+            measured = MeasuredCosts.read(folder)
+            measured.check_sizes(vars(self._args), folder)
+            return choice.ByTable(
+                training=self.training(),
+                measured=measured,
+                reason=f"the times of the run in {folder}",
+            )
+        try:
+            return self._forecast()
+        except (ArgumentsError, ScheduleError) as error:
+            # Without a forecast, compare only the simulated tables and log the reason.
+            problem, _, _remedy = str(error).partition("; ")
+            reason = f"tables alone ({problem})"
+            return choice.ByTable(
+                training=self.training(), measured=None, reason=reason
+            )
+
+    @property
+    def _has_layers(self) -> bool:
+        """Whether the arguments specify the model's number of layers."""
+        sizes = self._cut.sizes
+        return bool(self._cut.pattern or sizes.num_layers or sizes.encoder_num_layers)
+
+    def _layers_by_stage(
+        self, schedule: str, placement: Placement
+    ) -> Sequence[int] | None:
+        """Return the layers per stage as Megatron will build them; None if their number is unknown.
+
+        Raises:
+            ArgumentsError: The user's flags contradict each other.
+            ScheduleError: The model cannot be cut into these stages.
+        """
+        if not self._has_layers:
+            return None
+        subject = f"--pipeline-schedule={schedule}"
+        built = stage_arguments(self._args, self._cut, placement, subject)
+        # Count the layers in the arguments that Megatron gets. They contain the user's cut or ours.
+        built_cut = UserCut.of(vars(self._args) | built.values)
+        counts = built_cut.layers_by_stage(placement)
+        if counts is None:
+            raise ScheduleError(
+                f"the layers cannot be divided evenly among the stages of {schedule}"
+            )
+        return counts
+
+    def _forecast(self) -> choice.ByForecast:
+        """Return the planner's forecast.
+
+        Raises:
+            ArgumentsError: A size is missing, or the planner does not support this kind of
+                training.
+        """
+        args = self._args
+        for rule in choice.NOT_FORECAST:
+            if rule.refuses(args):
+                raise ArgumentsError(f"with {rule.flag} {rule.reason}")
+        if self._config.cuts_sequences:
+            raise ArgumentsError(
+                "the planner forecasts whole micro-batches, not slices"
+            )
+        batches = self._batches
+        if batches is None:
+            raise ArgumentsError("the batch size is unknown")
+        model = sizes_of_arguments(args)
+        if not model.sequence:
+            raise ArgumentsError("--seq-length is missing")
+        sizes = self._cut.sizes
+        pp = sizes.pipeline_model_parallel_size
+        tp = sizes.tensor_model_parallel_size
+        cp = sizes.context_parallel_size
+        ep = sizes.expert_model_parallel_size
+        ranks_of_stage = sizes.ranks // pp
+        if ranks_of_stage % ep:
+            raise ArgumentsError(
+                f"{ep} expert-parallel ranks do not evenly divide a stage's ranks"
+            )
+        full_batch = list(batches.counts)[-1]
+        # The flag for pairs is not enough: pairs may still be dropped, for example with
+        # FP4 or packed sequences (`PairRules.completed`).
+        techniques = techniques_of_arguments(args)
+        techniques = replace(techniques, overlaps_experts=self._reference.pairs)
+        question = Question(
+            model=model,
+            # An unknown device still needs speeds, so assume an H100. In that case, its
+            # memory is not used; see `has_memory`.
+            device=self._device or DEVICES["h100"],
+            num_devices=sizes.ranks,
+            global_batch=full_batch,
+            sequence=model.sequence,
+            # The planner cannot import the rules itself, because the configuration imports the
+            # planner.
+            pair_rules=RULES["pairs"],
+            techniques=techniques,
+            fused_loss=bool(getattr(args, "cross_entropy_loss_fusion", None)),
+            overlaps=bool(getattr(args, "overlap_grad_reduce", None)),
+            shards_optimizer=bool(getattr(args, "use_distributed_optimizer", None)),
+        )
+        parallel_sizes = ParallelSizes(
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            ep=ep,
+            micro_batch=batches.micro_batch,
+            mode=_recomputed(args),
+            num_microbatches=batches.num_microbatches,
+            replicas=sizes.ranks // (tp * pp * cp),
+        )
+        return choice.ByForecast(
+            training=self.training(),
+            job=question,
+            sizes=parallel_sizes,
+            has_memory=self._device is not None,
+        )
+
+
+def _batches(args: Namespace) -> Batches | None:
+    """Return the batch sizes for one pipeline, or None if the arguments do not contain them."""
+    has_batch = False
+    for size in ("global_batch_size", "step_batch_size_schedule"):
+        has_batch = has_batch or bool(getattr(args, size, None))
+    if not (has_batch and getattr(args, "micro_batch_size", None)):
+        return None
+    # `Training` counts the micro-batches that a set of ranks runs, whether or not a schedule
+    # mirrors two pipelines on these ranks.
+    return batches_of(args, args.pipeline_model_parallel_size, 1)
+
+
+def _recomputed(args: Namespace) -> frozenset[str]:
+    """Return the recomputed modules, under the planner's names."""
+    granularity = getattr(args, "recompute_granularity", None)
+    if granularity == "full":
+        return FULL
+    if granularity == "selective" or getattr(args, "recompute_activations", None):
+        # Core attention is Megatron's default for selective recomputation.
+        modules = getattr(args, "recompute_modules", None) or ("core_attn",)
+        return frozenset(modules)
+    return frozenset()
 
 
 def configured(config: PipelineConfig, candidate: Candidate) -> PipelineConfig:
@@ -204,155 +362,3 @@ def device_here() -> DeviceKind | None:
     if kind is None or memory_gib is None:
         return None
     return replace(kind, memory_gib=memory_gib)
-
-
-def _batches(args: Namespace) -> Batches | None:
-    """Return the batch sizes for one pipeline, or None if the arguments do not contain them."""
-    has_batch = False
-    for size in ("global_batch_size", "step_batch_size_schedule"):
-        has_batch = has_batch or bool(getattr(args, size, None))
-    if not (has_batch and getattr(args, "micro_batch_size", None)):
-        return None
-    # `Training` counts the micro-batches that a set of ranks runs, whether or not a schedule
-    # mirrors two pipelines on these ranks.
-    return batches_of(args, args.pipeline_model_parallel_size, 1)
-
-
-def _has_layers(cut: UserCut) -> bool:
-    """Return whether the arguments specify the model's number of layers."""
-    sizes = cut.sizes
-    return bool(cut.pattern or sizes.num_layers or sizes.encoder_num_layers)
-
-
-def _layers_by_stage(
-    args: Namespace,
-    cut: UserCut,
-    schedule: str,
-    placement: Placement,
-) -> Sequence[int] | None:
-    """Return the layers per stage as Megatron will build them, or None if the number is unknown.
-
-    Raises:
-        ArgumentsError: The user's flags contradict each other.
-        ScheduleError: The model cannot be cut into these stages.
-    """
-    if not _has_layers(cut):
-        return None
-    built = stage_arguments(args, cut, placement, f"--pipeline-schedule={schedule}")
-    # Count the layers in the arguments that Megatron gets. They contain the user's cut or ours.
-    built_cut = UserCut.of(vars(args) | built.values)
-    counts = built_cut.layers_by_stage(placement)
-    if counts is None:
-        raise ScheduleError(
-            f"the layers cannot be divided evenly among the stages of {schedule}"
-        )
-    return counts
-
-
-def _judge(
-    args: Namespace,
-    cut: UserCut,
-    config: PipelineConfig,
-    device: DeviceKind | None,
-    batches: Batches | None,
-    training: Training,
-) -> Judge:
-    """Return the judge that compares schedules for a job."""
-    folder = config.trace_folder
-    if folder is not None:
-        measured = MeasuredCosts.read(folder)
-        measured.check_sizes(vars(args), folder)
-        return choice.ByTable(
-            training=training,
-            measured=measured,
-            reason=f"the times of the run in {folder}",
-        )
-    try:
-        return _forecast(args, cut, config, device, batches, training)
-    except (ArgumentsError, ScheduleError) as error:
-        # Without a forecast, compare only the simulated tables and log the reason.
-        problem, _, _remedy = str(error).partition("; ")
-        reason = f"tables alone ({problem})"
-        return choice.ByTable(training=training, measured=None, reason=reason)
-
-
-def _forecast(
-    args: Namespace,
-    cut: UserCut,
-    config: PipelineConfig,
-    device: DeviceKind | None,
-    batches: Batches | None,
-    training: Training,
-) -> choice.ByForecast:
-    """Return the planner's forecast for a job.
-
-    Raises:
-        ArgumentsError: A size is missing, or the planner does not support this kind of training.
-    """
-    for rule in choice.NOT_FORECAST:
-        if rule.refuses(args):
-            raise ArgumentsError(f"with {rule.flag} {rule.reason}")
-    if config.cuts_sequences:
-        raise ArgumentsError("the planner forecasts whole micro-batches, not slices")
-    if batches is None:
-        raise ArgumentsError("the batch size is unknown")
-    model = sizes_of_arguments(args)
-    if not model.sequence:
-        raise ArgumentsError("--seq-length is missing")
-    sizes = cut.sizes
-    pp = training.ranks
-    tp = sizes.tensor_model_parallel_size
-    cp = sizes.context_parallel_size
-    ep = sizes.expert_model_parallel_size
-    ranks_of_stage = sizes.ranks // pp
-    if ranks_of_stage % ep:
-        raise ArgumentsError(
-            f"{ep} expert-parallel ranks do not evenly divide a stage's ranks"
-        )
-    full_batch = list(batches.counts)[-1]
-    # The flag for pairs is not enough: pairs may still be dropped, for example with
-    # FP4 or packed sequences (`completion.py`).
-    techniques = replace(techniques_of_arguments(args), overlaps_experts=training.pairs)
-    job = Question(
-        model=model,
-        # An unknown device still needs speeds, so assume an H100. In that case, its
-        # memory is not used; see `has_memory`.
-        device=device or DEVICES["h100"],
-        num_devices=sizes.ranks,
-        global_batch=full_batch,
-        sequence=model.sequence,
-        # The planner cannot import the rules itself, because the configuration imports the planner.
-        pair_rules=RULES["pairs"],
-        techniques=techniques,
-        fused_loss=bool(getattr(args, "cross_entropy_loss_fusion", None)),
-        overlaps=bool(getattr(args, "overlap_grad_reduce", None)),
-        shards_optimizer=bool(getattr(args, "use_distributed_optimizer", None)),
-    )
-    parallel_sizes = ParallelSizes(
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        ep=ep,
-        micro_batch=batches.micro_batch,
-        mode=_recomputed(args),
-        num_microbatches=batches.num_microbatches,
-        replicas=sizes.ranks // (tp * pp * cp),
-    )
-    return choice.ByForecast(
-        training=training,
-        job=job,
-        sizes=parallel_sizes,
-        has_memory=device is not None,
-    )
-
-
-def _recomputed(args: Namespace) -> frozenset[str]:
-    """Return the recomputed modules, under the planner's names."""
-    granularity = getattr(args, "recompute_granularity", None)
-    if granularity == "full":
-        return FULL
-    if granularity == "selective" or getattr(args, "recompute_activations", None):
-        # Core attention is Megatron's default for selective recomputation.
-        modules = getattr(args, "recompute_modules", None) or ("core_attn",)
-        return frozenset(modules)
-    return frozenset()

@@ -13,7 +13,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
@@ -39,7 +39,7 @@ from megatron_ext.upstream.tree import setting_names
 
 if TYPE_CHECKING:
     from megatron_ext.config.batches import Batches
-    from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
+    from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.planning.choice import Candidate
     from megatron_ext.planning.hardware import DeviceKind
     from megatron_ext.rules import Rule
@@ -256,232 +256,335 @@ def inspect(
         device_kind: As in `preflight`. A process in the job detects its device instead.
         num_candidates: As in `preflight`.
     """
-    answer = Preflight()
-    with answer.collecting("flags"):
-        cut = UserCut.of(vars(args))
-        config = requested or flags.pipeline_config(args)
-        if config.is_automatic:
-            return _choose(
-                args,
-                config,
-                in_job=in_job,
-                script_defaults=script_defaults,
-                device_kind=device_kind,
-                num_candidates=num_candidates,
-            )
-        config = completed(vars(args), cut, config)
+    inspection = _Inspection(
+        args,
+        in_job=in_job,
+        script_defaults=script_defaults,
+        device_kind=device_kind,
+        num_candidates=num_candidates,
+    )
+    return inspection.run(requested)
+
+
+@dataclass(kw_only=True)
+class _Inspection:
+    """The checks of one configuration, which add to `answer`. `run` calls each once, in order."""
+
+    args: Namespace = field(kw_only=False)
+    """As in `inspect`. `run` replaces them by a copy before it changes them."""
+    in_job: bool
+    script_defaults: Mapping[str, Any] | None
+    device_kind: DeviceKind | None
+    num_candidates: int
+    answer: Preflight = field(default_factory=Preflight)
+    cut: UserCut = field(init=False)
+    """How the user's flags cut the model."""
+    config: PipelineConfig = field(init=False)
+    """The configuration, completed with the job's sizes."""
+
+    def run(self, requested: PipelineConfig | None) -> Preflight:
+        """Check the requested pipeline or, if None, the one that the flags choose."""
+        answer = self.answer
+        with answer.collecting("flags"):
+            self.cut = UserCut.of(vars(self.args))
+            config = requested or flags.pipeline_config(self.args)
+            if config.is_automatic:
+                return self._choose(config)
+            self._complete(config)
+        answer.refusals += missing_flags(self.args, self.script_defaults)
+        # Without a configuration there is nothing to check the other settings against.
+        if answer.refusals:
+            return answer
+        # The arguments belong to the caller, and some are changed below.
+        self.args = copy(self.args)
+        # Rules about disaggregation read its flags, which are missing if it comes from `configure`.
+        roles = self.config.disaggregation
+        if roles is not None:
+            self.args.fbd_activations = roles.activations
+            self.args.ignore_forward_tensor_parallel = roles.merged
+        # First check the sizes, which the later checks rely on.
+        table = self._add_pipeline()
+        self._add_stages()
+        # Then check Megatron's settings against the configuration and its table.
+        self._drop_settings()
+        self._check_settings(table)
+        self._check_layers()
+        self._give_role()
+        self._check_device()
+        place_local_checkpoints(answer, self.args)
+        check_restart(answer, self.args, in_job=self.in_job)
+        self._report_removed_flags()
+        return answer
+
+    def _complete(self, config: PipelineConfig) -> None:
+        """Fill in the configuration's settings that depend on the job."""
+        config = completed(vars(self.args), self.cut, config)
         if config.waiting_weights == "auto":
-            config = _with_waiting(
-                answer,
-                args,
-                config,
-                in_job=in_job,
-                device_kind=device_kind,
-            )
-        answer.config = config
-    answer.refusals += missing_flags(args, script_defaults)
-    # Without a configuration there is nothing to check the other settings against.
-    if answer.refusals:
-        return answer
-    roles = config.disaggregation
-    # Rules about disaggregation read its flags, which are missing if it comes from `configure`.
-    if roles is not None:
-        args = copy(args)
-        args.fbd_activations = roles.activations
-        args.ignore_forward_tensor_parallel = roles.merged
+            config = self._with_waiting(config)
+        self.config = config
+        self.answer.config = config
 
-    # First check the sizes, which the later checks rely on.
-    table = _add_pipeline(answer, args, cut, config, in_job=in_job)
-    _add_stages(answer, args, cut, config, in_job=in_job)
+    def _with_waiting(self, config: PipelineConfig) -> PipelineConfig:
+        """Return a configuration with the number of waiting W that `auto` chooses, and log it."""
+        from megatron_ext.config import automatic
 
-    # Then check Megatron's settings against the configuration and its table.
-    args = _check_settings(answer, args, config, table)
-    if answer.pipeline is not None:
-        with answer.collecting("transformer_impl"):
-            incompatible.suit_layers(answer, answer.pipeline, args, in_job=in_job)
-    # In a job that is already rejected, this process needs no role.
-    is_rejected_job = in_job and not answer.accepted
-    if roles is not None and args.world_size and not is_rejected_job:
-        _give_roles(answer, args, config, roles, in_job=in_job)
-    # Only a process in the job runs on the job's device.
-    if in_job:
-        with answer.collecting("device"):
-            answer.arguments |= devices.arguments_for(args, config.device)
-        for feature in feature_rules():
-            with answer.collecting("device"):
-                feature.refuse_device(config)
-    place_local_checkpoints(answer, args)
-    check_restart(answer, args, in_job=in_job)
-    for flag, reason in flags.DROPPED.items():
-        value = getattr(args, flags.attribute_of(flag), None)
-        if value is not None:
-            answer.changes.append(
-                f"{flag} {value} is ignored: Megatron-LM no longer has it, because {reason}"
-            )
-    return answer
+        device_kind = self.device_kind
+        if self.in_job:
+            device_kind = automatic.memory_here()
+        waiting = automatic.waiting_weights(self.args, config, device_kind)
+        number = waiting.number
+        resolved = replace(config, waiting_weights=number)
+        # With `auto`, a device or release that cannot run W in parallel results in 0
+        # instead of an error.
+        if self.in_job and number:
+            try:
+                for feature in feature_rules():
+                    feature.refuse_device(resolved)
+            except ScheduleError as error:
+                reason, _, _remedy = str(error).partition("; ")
+                waiting = automatic.WaitingChoice(0, reason)
+                resolved = replace(config, waiting_weights=0)
+        line = f"--pipeline-waiting-weights=auto: {resolved.num_waiting}, because {waiting.reason}"
+        self.answer.changes.append(reworded(line, flags.in_flags))
+        if self.in_job and waiting.basis:
+            # Ranks with different amounts of memory would run different tables, so all
+            # ranks compare their choices.
+            setting = f"--pipeline-waiting-weights {number}"
+            self.answer.choice = Choice(setting, waiting.basis)
+        return resolved
 
+    def _choose(self, requested: PipelineConfig) -> Preflight:
+        """Check the planner's best schedules and return the answer for the first accepted one.
 
-def _with_waiting(
-    answer: Preflight,
-    args: Namespace,
-    config: PipelineConfig,
-    *,
-    in_job: bool,
-    device_kind: DeviceKind | None,
-) -> PipelineConfig:
-    """Return a configuration with the number of waiting W that `auto` chooses, and log it."""
-    from megatron_ext.config import automatic
+        Raises:
+            ArgumentsError: The planner cannot rank any schedule.
+        """
+        # Imported here because importing the planner takes time and only `auto` needs it.
+        from megatron_ext.config import automatic
 
-    if in_job:
-        device_kind = automatic.memory_here()
-    waiting = automatic.waiting_weights(args, config, device_kind)
-    number = waiting.number
-    resolved = replace(config, waiting_weights=number)
-    # With `auto`, a device or release that cannot run W in parallel results in 0
-    # instead of an error.
-    if in_job and number:
-        try:
-            for feature in feature_rules():
-                feature.refuse_device(resolved)
-        except ScheduleError as error:
-            reason, _, _remedy = str(error).partition("; ")
-            waiting = automatic.WaitingChoice(0, reason)
-            resolved = replace(config, waiting_weights=0)
-    line = f"--pipeline-waiting-weights=auto: {resolved.num_waiting}, because {waiting.reason}"
-    answer.changes.append(reworded(line, flags.in_flags))
-    if in_job and waiting.basis:
-        # Ranks with different amounts of memory would run different tables, so all
-        # ranks compare their choices.
-        answer.choice = Choice(f"--pipeline-waiting-weights {number}", waiting.basis)
-    return resolved
+        device_kind = self.device_kind
+        if self.in_job:
+            device_kind = automatic.device_here()
+        ranking = automatic.ranking(self.args, requested, device_kind)
+        # Check the candidates in the planner's order until enough of them are accepted.
+        accepted: list[Candidate] = []
+        refused: list[str] = []
+        first = None
+        for candidate in ranking.candidates:
+            answer = self._answer_for(automatic.configured(requested, candidate))
+            if not answer.accepted:
+                refused.append(candidate.schedule)
+                continue
+            first = first or answer
+            accepted.append(candidate)
+            if len(accepted) == self.num_candidates:
+                break
+        if first is None:
+            # Whatever rules out all other schedules also rules out this one, so report its
+            # refusals.
+            answer = self._answer_for(replace(requested, schedule=automatic.REFERENCE))
+            # Ranks with different devices may have found a schedule. All ranks compare
+            # their choices later, so record a choice here too.
+            if answer.accepted:
+                setting = f"--pipeline-schedule {automatic.REFERENCE}"
+                answer.choice = Choice(setting, ranking.basis)
+            return answer
+        first.candidates = accepted
+        first.choice = Choice(accepted[0].flags, ranking.basis)
+        first.changes.insert(0, ranking.sentence(accepted[:2], refused))
+        return first
 
-
-def _choose(
-    args: Namespace,
-    requested: PipelineConfig,
-    *,
-    in_job: bool,
-    script_defaults: Mapping[str, Any] | None,
-    device_kind: DeviceKind | None,
-    num_candidates: int,
-) -> Preflight:
-    """Check the planner's best schedules and return the answer for the first accepted one.
-
-    Raises:
-        ArgumentsError: The planner cannot rank any schedule.
-    """
-    # Imported here because importing the planner takes time and only `auto` needs it.
-    from megatron_ext.config import automatic
-
-    if in_job:
-        device_kind = automatic.device_here()
-    ranking = automatic.ranking(args, requested, device_kind)
-    # Check the candidates in the planner's order until enough of them are accepted.
-    accepted: list[Candidate] = []
-    refused: list[str] = []
-    first = None
-    for candidate in ranking.candidates:
-        config = automatic.configured(requested, candidate)
-        answer = inspect(args, config, in_job=in_job, script_defaults=script_defaults)
-        if not answer.accepted:
-            refused.append(candidate.schedule)
-            continue
-        first = first or answer
-        accepted.append(candidate)
-        if len(accepted) == num_candidates:
-            break
-    if first is None:
-        # Whatever rules out all other schedules also rules out this one, so report its
-        # refusals.
-        config = replace(requested, schedule=automatic.REFERENCE)
-        answer = inspect(args, config, in_job=in_job, script_defaults=script_defaults)
-        # Ranks with different devices may have found a schedule. All ranks compare
-        # their choices later, so record a choice here too.
-        if answer.accepted:
-            answer.choice = Choice(
-                f"--pipeline-schedule {automatic.REFERENCE}", ranking.basis
-            )
-        return answer
-    first.candidates = accepted
-    first.choice = Choice(accepted[0].flags, ranking.basis)
-    first.changes.insert(0, ranking.sentence(accepted[:2], refused))
-    return first
-
-
-def _add_pipeline(
-    answer: Preflight,
-    args: Namespace,
-    cut: UserCut,
-    config: PipelineConfig,
-    *,
-    in_job: bool,
-) -> Schedule | None:
-    """Add the pipeline that runs, or Megatron's own pipeline if our transport carries its messages.
-
-    Returns:
-        The pipeline's table, or None if there is no pipeline. For Megatron's own pipeline, the
-        table is never executed: it only announces the messages in advance.
-    """
-    if config.disaggregation is not None:
-        return None
-    over_torch = _torch_is_best(config, cut.sizes.ranks, in_job=in_job)
-    uses_torch = over_torch or config.wire == "torch"
-    carries_megatron_schedule = config.schedule is None
-    # torch.distributed carries Megatron's own schedule without our help.
-    if carries_megatron_schedule and uses_torch:
-        return None
-    table = None
-    setting = "pipeline_transport" if carries_megatron_schedule else "pipeline_schedule"
-    with answer.collecting(setting):
-        if carries_megatron_schedule:
-            config = _stock_config(config, cut)
-            subject = f"--pipeline-transport={config.wire}"
-        else:
-            stages.check_ranks(args, config)
-            subject = f"--pipeline-schedule={config.schedule}"
-        pp = cut.sizes.pipeline_model_parallel_size
-        batches = None
-        if in_job or _has_batch(args):
-            # Collect the error and continue: the table is still checked, with a
-            # substitute batch.
-            with answer.collecting("global_batch_size"):
-                batches = batches_of(args, pp, config.twins)
-        else:
-            answer.notices.append(
-                "the number of micro-batches is not checked, because --micro-batch-size or "
-                "--global-batch-size is missing"
-            )
-        # Without a batch, use a number that fills the pipeline: placement, splits and pairs do not
-        # depend on it.
-        num_microbatches = 2 * pp
-        if batches is not None:
-            num_microbatches = batches.num_microbatches
-        # A dynamic order splits backward passes only to save time, so leave them whole
-        # if a setting rules out W.
-        reasons_for_whole = [
-            rule.reason for rule in RULES["whole"] if rule.refuses(args)
-        ]
-        pipeline = Pipeline(
+    def _answer_for(self, config: PipelineConfig) -> Preflight:
+        """Return the answer for another configuration of the same job."""
+        return inspect(
+            self.args,
             config,
-            pp,
-            num_microbatches,
-            splits=not reasons_for_whole,
-            over_torch=over_torch,
+            in_job=self.in_job,
+            script_defaults=self.script_defaults,
         )
-        if batches is not None:
-            fills_groups = carries_megatron_schedule and config.chunks is not None
-            _make_tables(pipeline, batches, subject, fills_groups=fills_groups)
-        table = pipeline.full
-        if config.dynamic is not None and not table.splits_backward:
-            for reason in reasons_for_whole:
-                answer.notices.append(
-                    f"--use-dpp does not split backward passes: {reason}"
-                )
+
+    def _add_pipeline(self) -> Schedule | None:
+        """Add the pipeline that runs, or Megatron's own if our transport carries its messages.
+
+        Returns:
+            The pipeline's table, or None if there is no pipeline. For Megatron's own pipeline, the
+            table is never executed: it only announces the messages in advance.
+        """
+        config = self.config
+        cut = self.cut
+        answer = self.answer
+        if config.disaggregation is not None:
+            return None
+        over_torch = _torch_is_best(config, cut.sizes.ranks, in_job=self.in_job)
+        uses_torch = over_torch or config.wire == "torch"
+        carries_megatron_schedule = config.schedule is None
+        # torch.distributed carries Megatron's own schedule without our help.
+        if carries_megatron_schedule and uses_torch:
+            return None
+        table = None
+        setting = "pipeline_schedule"
         if carries_megatron_schedule:
-            answer.transport_only = pipeline
-        else:
-            answer.pipeline = pipeline
-    return table
+            setting = "pipeline_transport"
+        with answer.collecting(setting):
+            if carries_megatron_schedule:
+                config = _stock_config(config, cut)
+                subject = f"--pipeline-transport={config.wire}"
+            else:
+                stages.check_ranks(self.args, config)
+                subject = f"--pipeline-schedule={config.schedule}"
+            pp = cut.sizes.pipeline_model_parallel_size
+            batches = None
+            if self.in_job or _has_batch(self.args):
+                # Collect the error and continue: the table is still checked, with a
+                # substitute batch.
+                with answer.collecting("global_batch_size"):
+                    batches = batches_of(self.args, pp, config.twins)
+            else:
+                answer.notices.append(
+                    "the number of micro-batches is not checked, because --micro-batch-size or "
+                    "--global-batch-size is missing"
+                )
+            # Without a batch, use a number that fills the pipeline: placement, splits and pairs do
+            # not depend on it.
+            num_microbatches = 2 * pp
+            if batches is not None:
+                num_microbatches = batches.num_microbatches
+            # A dynamic order splits backward passes only to save time, so leave them whole
+            # if a setting rules out W.
+            reasons_for_whole = [
+                rule.reason for rule in RULES["whole"] if rule.refuses(self.args)
+            ]
+            pipeline = Pipeline(
+                config,
+                pp,
+                num_microbatches,
+                splits=not reasons_for_whole,
+                over_torch=over_torch,
+            )
+            if batches is not None:
+                fills_groups = carries_megatron_schedule and config.chunks is not None
+                _make_tables(pipeline, batches, subject, fills_groups=fills_groups)
+            table = pipeline.full
+            if config.dynamic is not None and not table.splits_backward:
+                for reason in reasons_for_whole:
+                    answer.notices.append(
+                        f"--use-dpp does not split backward passes: {reason}"
+                    )
+            if carries_megatron_schedule:
+                answer.transport_only = pipeline
+            else:
+                answer.pipeline = pipeline
+        return table
+
+    def _add_stages(self) -> None:
+        """Add the arguments that Megatron needs to build the schedule's or both roles' stages."""
+        answer = self.answer
+        args = self.args
+        with answer.collecting("num_layers"):
+            if self.config.disaggregation is not None:
+                placement = linear(self.cut.sizes.pipeline_model_parallel_size)
+                subject = incompatible.flag_of(args, self.config, "disaggregation")
+            elif answer.pipeline is not None:
+                placement = answer.pipeline.placement
+                subject = incompatible.flag_of(args, self.config, "schedule")
+            else:
+                return
+            pattern = getattr(args, "hybrid_layer_pattern", None)
+            has_layers = getattr(args, "num_layers", None) or pattern
+            # If there are no layers, `stage_arguments` would fail. In a job, that is a user
+            # error.
+            if self.in_job or has_layers:
+                built = stages.stage_arguments(args, self.cut, placement, subject)
+                answer.arguments = built.values
+                for change in built.changes:
+                    answer.changes.append(reworded(change, flags.in_flags))
+            elif answer.pipeline is not None:
+                answer.notices.append(
+                    "the cut into stages is not checked, because --num-layers is missing"
+                )
+
+    def _drop_settings(self) -> None:
+        """Drop Megatron's settings that the table replaces or ignores."""
+        config = self.config
+        answer = self.answer
+        pipeline = answer.pipeline
+        # First reject settings that depend on a setting that is dropped below.
+        if pipeline is not None and pipeline.full.splits_backward:
+            subject = incompatible.flag_of(self.args, config, "schedule")
+            answer.refusals += incompatible.refusals(
+                subject, self.args, RULES["unfused"]
+            )
+        # Drop unused settings before the rules are applied, so that no rule rejects them.
+        unused: tuple[Rule, ...] = ()
+        if config.disaggregation is not None:
+            unused = incompatible.DROPPED_BY_ROLES
+        elif pipeline is not None:
+            unused = incompatible.dropped(pipeline)
+        switched_off = incompatible.drop(answer, self.args, unused)
+        vars(self.args).update(switched_off)
+
+    def _check_settings(self, table: Schedule | None) -> None:
+        """Reject and set Megatron's settings for the configuration and its table."""
+        config = self.config
+        answer = self.answer
+        incompatible.imply(answer, config, self.args)
+        for subject, rules in incompatible.rules_of(config, table, self.args):
+            answer.refusals += incompatible.refusals(subject, self.args, rules)
+        for feature in feature_rules():
+            feature.refuse(answer, config, table, self.args)
+
+    def _check_layers(self) -> None:
+        """Adapt the pipeline to what Transformer Engine's layers can run, or reject it."""
+        pipeline = self.answer.pipeline
+        if pipeline is None:
+            return
+        with self.answer.collecting("transformer_impl"):
+            incompatible.suit_layers(
+                self.answer,
+                pipeline,
+                self.args,
+                in_job=self.in_job,
+            )
+
+    def _give_role(self) -> None:
+        """Check that the ranks divide evenly into both roles; set the role of a job's process."""
+        roles = self.config.disaggregation
+        args = self.args
+        # In a job that is already rejected, this process needs no role.
+        is_rejected_job = self.in_job and not self.answer.accepted
+        if roles is None or not args.world_size or is_rejected_job:
+            return
+        with self.answer.collecting("disaggregation"):
+            ranks = rank_map(
+                args.world_size,
+                tp=args.tensor_model_parallel_size,
+                pp=args.pipeline_model_parallel_size,
+                merged=roles.merged,
+                cp=getattr(args, "context_parallel_size", 1),
+            )
+            if self.in_job:
+                self.answer.job = job_of(args, self.config, ranks)
+                self.answer.arguments |= role_arguments(args, self.answer.job)
+
+    def _check_device(self) -> None:
+        """Check the device of a process in the job."""
+        if not self.in_job:
+            return
+        with self.answer.collecting("device"):
+            arguments = devices.arguments_for(self.args, self.config.device)
+            self.answer.arguments |= arguments
+        for feature in feature_rules():
+            with self.answer.collecting("device"):
+                feature.refuse_device(self.config)
+
+    def _report_removed_flags(self) -> None:
+        """Say which flags Megatron-LM no longer has."""
+        for flag, reason in flags.DROPPED.items():
+            value = getattr(self.args, flags.attribute_of(flag), None)
+            if value is not None:
+                self.answer.changes.append(
+                    f"{flag} {value} is ignored: Megatron-LM no longer has it, because {reason}"
+                )
 
 
 def _torch_is_best(config: PipelineConfig, world_size: int, *, in_job: bool) -> bool:
@@ -573,92 +676,3 @@ def _make_tables(
             pipeline.schedule(count)
         except ScheduleError as error:
             raise ScheduleError(f"{batch}: {error}") from error
-
-
-def _add_stages(
-    answer: Preflight,
-    args: Namespace,
-    cut: UserCut,
-    config: PipelineConfig,
-    *,
-    in_job: bool,
-) -> None:
-    """Add the arguments that Megatron needs to build the schedule's or both roles' stages."""
-    with answer.collecting("num_layers"):
-        if config.disaggregation is not None:
-            placement = linear(cut.sizes.pipeline_model_parallel_size)
-            subject = incompatible.flag_of(args, config, "disaggregation")
-        elif answer.pipeline is not None:
-            placement = answer.pipeline.placement
-            subject = incompatible.flag_of(args, config, "schedule")
-        else:
-            return
-        pattern = getattr(args, "hybrid_layer_pattern", None)
-        has_layers = getattr(args, "num_layers", None) or pattern
-        # If there are no layers, `stage_arguments` would fail. In a job, that is a user
-        # error.
-        if in_job or has_layers:
-            built = stages.stage_arguments(args, cut, placement, subject)
-            answer.arguments = built.values
-            for change in built.changes:
-                answer.changes.append(reworded(change, flags.in_flags))
-        elif answer.pipeline is not None:
-            answer.notices.append(
-                "the cut into stages is not checked, because --num-layers is missing"
-            )
-
-
-def _check_settings(
-    answer: Preflight,
-    args: Namespace,
-    config: PipelineConfig,
-    table: Schedule | None,
-) -> Namespace:
-    """Reject, drop and set Megatron's settings for a configuration and its table.
-
-    Returns:
-        The arguments without the dropped settings.
-    """
-    pipeline = answer.pipeline
-    # First reject settings that depend on a setting that is dropped below.
-    if pipeline is not None and pipeline.full.splits_backward:
-        subject = incompatible.flag_of(args, config, "schedule")
-        answer.refusals += incompatible.refusals(subject, args, RULES["unfused"])
-    # Drop unused settings before the rules are applied, so that no rule rejects them.
-    unused: tuple[Rule, ...] = ()
-    if config.disaggregation is not None:
-        unused = incompatible.DROPPED_BY_ROLES
-    elif pipeline is not None:
-        unused = incompatible.dropped(pipeline)
-    # Copy the arguments, because they belong to the caller.
-    args = copy(args)
-    switched_off = incompatible.drop(answer, args, unused)
-    vars(args).update(switched_off)
-    incompatible.imply(answer, config, args)
-    for subject, rules in incompatible.rules_of(config, table, args):
-        answer.refusals += incompatible.refusals(subject, args, rules)
-    for feature in feature_rules():
-        feature.refuse(answer, config, table, args)
-    return args
-
-
-def _give_roles(
-    answer: Preflight,
-    args: Namespace,
-    config: PipelineConfig,
-    roles: Disaggregation,
-    *,
-    in_job: bool,
-) -> None:
-    """Check that the ranks divide evenly into both roles; set the role of a process in the job."""
-    with answer.collecting("disaggregation"):
-        ranks = rank_map(
-            args.world_size,
-            tp=args.tensor_model_parallel_size,
-            pp=args.pipeline_model_parallel_size,
-            merged=roles.merged,
-            cp=getattr(args, "context_parallel_size", 1),
-        )
-        if in_job:
-            answer.job = job_of(args, config, ranks)
-            answer.arguments |= role_arguments(args, answer.job)
