@@ -156,9 +156,7 @@ class Pipeline:
                 would deadlock.
         """
         if num_microbatches not in self._tables:
-            table = self._generated(
-                num_microbatches, self.costs, slices=self.config.slices
-            )
+            table = self._generated(num_microbatches, self.costs)
             # Validate generated tables too: an incorrect table from a plug-in would
             # hang the job in the middle of a step.
             validate(table)
@@ -195,7 +193,7 @@ class Pipeline:
             num_microbatches * config.twins,
             config.chunks,
             costs,
-            **in_use(pairs=config.pairs, **slices),
+            **in_use(**config.feature_options | slices),
             **config.options,
         )
         if not table.slice_sizes and table.num_slices != config.slices:

@@ -109,8 +109,7 @@ class _Job:
             chunks=chunks,
             num_layers=num_layers,
             costs=self._config.costs,
-            pairs=self._reference.pairs,
-            slices=self._config.slices,
+            feature_options=self._reference.feature_options,
             stash_ratio=self._reference.stash_ratio,
             weights_at_once=self._reference.weights_at_once,
         )

@@ -8,9 +8,9 @@ Nothing is measured or stored here, so the same training run always gets the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning.layout_forecast import costs_of, forecast
@@ -76,8 +76,8 @@ class Training:
     num_layers: int | None = None
     costs: Costs | None = None
     """The user's costs, which are used to generate tables. None: the forecast costs."""
-    pairs: bool = False
-    slices: int = 1
+    feature_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of features that change tables (`feature_list.TABLES`)."""
     stash_ratio: float = 1.0
     """As in `PipelineConfig`."""
     weights_at_once: bool = False
@@ -95,7 +95,7 @@ class Training:
             self.num_microbatches,
             chunks,
             costs,
-            **in_use(pairs=self.pairs, slices=self.slices),
+            **in_use(**self.feature_options),
         )
         if self.weights_at_once:
             table = weights_at_once(table)

@@ -56,7 +56,7 @@ from megatron_ext.runtime.program import (
 )
 from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.sync import Sync, TrainingSync
-from megatron_ext.schedules.table.memory import most_alive
+from megatron_ext.schedules.table.memory import peak_of_row
 from megatron_ext.schedules.table.validation import check_first_gradients
 from megatron_ext.transport.observed import observed
 from megatron_ext.transport.torch_dist import groups_of_ranks
@@ -111,12 +111,7 @@ class Measured(Observer):
         row = tuple(action for _, action, _ in executed)
         schedule = self._schedule
         assert schedule is not None, "begin_step was not called"
-        peak = most_alive(
-            row,
-            1.0,
-            schedule.slices,
-            schedule.slice_sizes,
-        )
+        peak = peak_of_row(row, schedule)
         self.peak_live = max(self.peak_live, peak)
         self._schedule = None  # ranks pickle and exchange these statistics
 

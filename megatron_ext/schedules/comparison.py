@@ -14,7 +14,7 @@ from megatron_ext.schedules.generators.catalog import (
 )
 from megatron_ext.schedules.search.simulate import Timeline, simulate
 from megatron_ext.schedules.table.costs import UNIT, Costs
-from megatron_ext.schedules.table.table_change import in_use
+from megatron_ext.schedules.table.table_change import in_use, take_table_changes
 from megatron_ext.schedules.table.validation import check_actions
 
 if TYPE_CHECKING:
@@ -46,9 +46,7 @@ def compare(
     costs: Costs,
     chunks: int | None = None,
     options: Mapping[str, Mapping[str, Option]] | None = None,
-    *,
-    pairs: bool = False,
-    slices: int = 1,
+    **feature_options: Any,
 ) -> tuple[list[Timeline], list[str]]:
     """Simulate a schedule or, if `name` is `all`, every schedule that the sizes allow.
 
@@ -60,8 +58,7 @@ def compare(
         chunks: Number of stages per rank. With `all`, this applies only to schedules that let the
             user choose it.
         options: Additional options, keyed by schedule name.
-        pairs: Whether forward and backward passes run as pairs.
-        slices: Number of slices per micro-batch.
+        feature_options: Options of features (`feature_list.TABLES`), for all schedules.
 
     Returns:
         The simulations, shortest step first, and with `all` the reasons why other schedules were
@@ -78,7 +75,7 @@ def compare(
             num_microbatches,
             chunks,
             costs,
-            **in_use(pairs=pairs, slices=slices),
+            **in_use(**feature_options),
             **options.get(name, {}),
         )
         return [evaluate(schedule, costs)], []
@@ -87,8 +84,7 @@ def compare(
         pp,
         num_microbatches,
         costs,
-        pairs=pairs,
-        slices=slices,
+        **feature_options,
     )
     if not schedules:
         reasons = "\n".join(left_out)
@@ -129,9 +125,7 @@ def possible_tables(
     pp: int | None,
     num_microbatches: int | None,
     costs: Costs,
-    *,
-    pairs: bool = False,
-    slices: int = 1,
+    **feature_options: Any,
 ) -> tuple[list[Schedule], list[str]]:
     """Return the tables that these sizes allow and the distinct reasons why others fail."""
     schedules: list[Schedule] = []
@@ -143,7 +137,7 @@ def possible_tables(
                 pp,
                 num_microbatches,
                 costs=costs,
-                **in_use(pairs=pairs, slices=slices),
+                **in_use(**feature_options),
                 **choice.options,
             )
         except ScheduleError as error:  # noqa: PERF203 - bad sizes raise
@@ -175,13 +169,11 @@ def figures(timeline: Timeline) -> dict[str, Any]:
             _number(peak) for peak in timeline.peak_activations_per_rank
         ],
     }
-    if schedule.num_slices > 1:
-        numbers["slices"] = list(schedule.slices)
-        numbers["peak_keys_and_values"] = _number(timeline.keys_and_values)
     numbers["weight_copies"] = schedule.weight_copies
     numbers["p2p_messages"] = timeline.messages
-    if timeline.costs.all_to_all:
-        numbers["all_to_all_hidden"] = _number(timeline.hidden)
+    for change in take_table_changes({}):
+        for key, value in change.figures(timeline).items():
+            numbers[key] = value if isinstance(value, list) else _number(value)
     return numbers
 
 
@@ -212,12 +204,10 @@ def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
             value = schedule.options.get(key, default)
             if value != default:
                 flags.append(f"{generator.flag(key)} {value}")
-    if schedule.num_slices > 1:
-        flags.append(f"--pipeline-slices {schedule.num_slices}")
     # The text form of costs omits the attention and all-to-all shares, which only
     # simulations use.
     if str(costs) != str(UNIT):
         flags.append(f"--pipeline-costs {costs}")
-    if schedule.pairs:
-        flags.append("--overlap-moe-expert-parallel-comm")
+    for change in take_table_changes({}):
+        flags += change.flags(schedule)
     return " ".join(flags)

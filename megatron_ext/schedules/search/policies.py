@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from megatron_ext.schedules.search.progress import Progress
-from megatron_ext.schedules.table.memory import most_alive
+from megatron_ext.schedules.table.memory import most_alive, peak_of_row
 from megatron_ext.schedules.table.validation import validate
 
 if TYPE_CHECKING:
@@ -419,17 +419,13 @@ class Greedy(Policy):
         depth_first: bool,
     ) -> None:
 
-        def preference(action: Action) -> tuple[int, int, int]:
+        def preference(action: Action) -> tuple[int, tuple[int, int]]:
             # Backward passes traverse the chunks in reverse, so reverse their preference.
             forward = action.kind == "F"
             depth = action.stage
             if forward == depth_first:
                 depth = -action.stage
-            # Within a micro-batch, slices run their backward passes in reverse order.
-            slice_turn = action.slice
-            if not forward:
-                slice_turn = -action.slice
-            return depth, action.microbatch, slice_turn
+            return depth, action.turn
 
         # `Progress` offers the first ready action by position, so sort the row by preference.
         preferred_row = sorted(schedule.rows[rank], key=preference)
@@ -479,13 +475,7 @@ def activation_cap(
     # ranks, so separate caps would never let them run ahead.
     peaks = []
     for row in schedule.rows:
-        peak = most_alive(
-            row,
-            stash_ratio,
-            schedule.slices,
-            schedule.slice_sizes,
-        )
-        peaks.append(peak)
+        peaks.append(peak_of_row(row, schedule, stash_ratio))
     stages_per_rank = max(map(len, schedule.placement.stages_of))
     return max(peaks) + extra_activations * stages_per_rank
 

@@ -121,17 +121,11 @@ class Progress:
         Gradients are then summed in the same order no matter which message arrives first, and
         results are bit-identical to the static table's.
         """
-
-        def turn(index: int) -> tuple[int, int]:
-            action = self.row[index]
-            # Within a micro-batch, slices run their backward passes in reverse order.
-            return action.microbatch, -action.slice
-
         # By stage and kind of gradient (I or W): the positions of the actions that
         # contribute to it, in order.
         sums: dict[tuple[int, str], list[int]] = defaultdict(list)
         indices = range(len(self.row))
-        for index in sorted(indices, key=turn):
+        for index in sorted(indices, key=lambda index: self.row[index].turn):
             action = self.row[index]
             if action.kind in ("B", "I"):
                 sums[action.stage, "I"].append(index)

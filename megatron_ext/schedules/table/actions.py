@@ -49,6 +49,16 @@ class Action(NamedTuple):
     slice: int = 0
     """Index of the sequence slice that this action processes."""
 
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Place among a stage's actions of this kind, in the order of micro-batches.
+
+        Within a micro-batch, slices run their backward passes in reverse order.
+        """
+        if self.kind == "F":
+            return self.microbatch, self.slice
+        return self.microbatch, -self.slice
+
     def __str__(self) -> str:
         """Return the text form used by torch.distributed.pipelining, such as `2F0` or `2F0.3`."""
         text = f"{self.stage}{self.kind}{self.microbatch}"

@@ -197,6 +197,14 @@ def most_alive(
     return running_peak(changes)
 
 
+def peak_of_row(row: Row, schedule: Schedule, stash_ratio: float = 1.0) -> float:
+    """Return the peak of live activations of a row that runs actions of a schedule.
+
+    The unit is one stage's activations for a whole micro-batch, the longest if lengths differ.
+    """
+    return most_alive(row, stash_ratio, schedule.slices, schedule.slice_sizes)
+
+
 def _keys_and_values_changes(row: Row, schedule: Schedule) -> Iterator[float]:
     """Yield the changes in keys, values and their gradients, in micro-batches on one stage."""
     # If all micro-batches have the same length, their slices add up to 1.
@@ -219,7 +227,7 @@ def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[floa
     share = schedule.pp / schedule.num_stages
     peaks = []
     for row in schedule.rows:
-        peak = most_alive(row, stash_ratio, schedule.slices, schedule.slice_sizes)
+        peak = peak_of_row(row, schedule, stash_ratio)
         peaks.append(share * peak)
     return tuple(peaks)
 
