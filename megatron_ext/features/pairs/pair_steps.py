@@ -15,7 +15,7 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.features.pairs.awaited_tokens import HOST_WEIGHTS
 from megatron_ext.features.pairs.pair_rules import PairRules
 from megatron_ext.features.pairs.plans import PlannedCompute
-from megatron_ext.features.pairs.skipped_hooks import log_skipped_hooks
+from megatron_ext.features.pairs.skipped_hooks import SkippedHooks
 from megatron_ext.features.pairs.waiting_weights import (
     DeviceWeights,
     HostWeights,
@@ -54,6 +54,7 @@ class PairSteps(Feature):
         # Whether a step with no waiting W has been reported.
         self._has_reported_none = False
         self._device = devices.device_of(model.chunks)
+        self._skipped_hooks = SkippedHooks()
         # Created at the first step that needs them.
         self._streams: SideStreams | None = None
 
@@ -67,7 +68,6 @@ class PairSteps(Feature):
         if pipeline.config.pairs:
             PairRules().refuse_device(pipeline.config)
             _check_plans(chunks, forward_step)
-            log_skipped_hooks(chunks)
 
     def compute(self, step: Step) -> tuple[StageCompute, PipelineEnds] | None:
         """Return the compute object for a training step with pairs; see `Feature.compute`."""
@@ -84,6 +84,7 @@ class PairSteps(Feature):
             self._report_no_pairs(table.schedule)
         if not has_pairs:
             return None
+        self._skipped_hooks.log(call.chunks)
         weights = self._weights(step)
         compute = PlannedCompute(
             call,
