@@ -7,20 +7,28 @@ a different model, so they are rejected unless they declare `runs_in_slices = Tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-import torch.nn.modules.module as torch_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.runtime.module_calls import (
+    KNOWN,
+    Function,
+    hooks_of,
+    hooks_of_all_modules,
+    is_of_program,
+    module_of,
+    name_of,
+    program_call_of,
+    wrappers_around,
+)
 
-# Packages whose modules and hooks are known to process each token separately, except in attention.
-_KNOWN = frozenset({"apex", "megatron", "megatron_ext", "transformer_engine"})
 # Files in torch.nn.modules whose modules process each token separately, except for `_CONNECTING`.
 _TORCHS = frozenset(
     {
@@ -111,7 +119,7 @@ def check_model(chunk: torch.nn.Module) -> None:
             f"DotProductAttention in all layers, or a model that declares runs_in_slices "
             f"(docs/lengths.md), not {wrong}; disable slices"
         )
-    for name, stranger in _strangers(unwrap_model(chunk)):
+    for name, stranger in _strangers(chunk):
         raise ScheduleError(
             f"{name} runs once per slice, but may mix the tokens of a micro-batch; if it "
             f"processes each token separately and keeps no state, set runs_in_slices = True on "
@@ -149,86 +157,65 @@ def _wrong_layer(chunk: torch.nn.Module) -> str | None:
     return None
 
 
-def _strangers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield hooks and modules that may mix tokens.
+def _strangers(chunk: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield hooks and modules that may mix tokens, and functions around modules.
 
     Each result consists of a description and the object on which the user can set `runs_in_slices`.
     """
-    for hook in _hooks_of_all_modules():
-        yield "a hook on all modules", f"the hook ({_name_of(hook)})"
+    for hook in _undeclared(hooks_of_all_modules()):
+        yield "a hook on all modules", f"the hook ({name_of(hook)})"
+    for wrapper in wrappers_around(chunk):
+        yield from _attached_to(type(wrapper).__name__, wrapper)
+    model = unwrap_model(chunk)
     for path, module in model.named_modules():
         # Parametrizations compute weights, which do not depend on tokens.
         if ".parametrizations." in f".{path}.":
             continue
         kind = type(module).__name__
+        title = f"{path} ({kind})"
         if not _is_known(module):
-            yield f"{path} ({kind})", "the module"
-        for hook in _hooks_of(module):
-            yield f"a hook on {path} ({kind})", f"the hook ({_name_of(hook)})"
+            yield title, "the module"
+        yield from _attached_to(title, module)
     for path, weight in model.named_parameters():
-        for hook in _gradient_hooks_of(weight):
-            yield f"a hook on the gradient of {path}", f"the hook ({_name_of(hook)})"
+        for hook in _undeclared(_gradient_hooks_of(weight)):
+            yield f"a hook on the gradient of {path}", f"the hook ({name_of(hook)})"
+
+
+def _attached_to(title: str, module: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield a module's hooks and the functions that wrap its calls; see `_strangers`."""
+    for hook in _undeclared(hooks_of(module)):
+        yield f"a hook on {title}", f"the hook ({name_of(hook)})"
+    if getattr(module, "runs_in_slices", False):
+        return
+    for method in (module.forward, type(module).__call__):
+        function = program_call_of(method)
+        if function is None or getattr(function, "runs_in_slices", False):
+            continue
+        yield f"a function around {title}", f"the function ({name_of(function)})"
 
 
 def _is_known(module: torch.nn.Module) -> bool:
     if getattr(module, "runs_in_slices", False):
         return True
     # Decide by the `forward` method instead of the class, because a subclass may inherit it.
-    place = _module_of(module.forward)
+    place = module_of(module.forward)
     package = place.partition(".")[0]
     if package == "torch":
         file_name = place.rpartition(".")[2]
         return file_name in _TORCHS and not isinstance(module, _CONNECTING)
-    return package in _KNOWN
+    return package in KNOWN
 
 
-def _hooks_of(module: torch.nn.Module) -> Iterator[Callable[..., Any]]:
-    """Yield a module's forward and backward hooks that do not declare `runs_in_slices`."""
-    hooks = chain(
-        module._forward_pre_hooks.values(),
-        module._forward_hooks.values(),
-        module._backward_pre_hooks.values(),
-        module._backward_hooks.values(),
-    )
-    yield from filter(_is_strange, hooks)
-
-
-def _hooks_of_all_modules() -> Iterator[Callable[..., Any]]:
-    """Yield the hooks that torch runs on every module and that do not declare `runs_in_slices`."""
-    hooks = chain(
-        torch_module._global_forward_pre_hooks.values(),
-        torch_module._global_forward_hooks.values(),
-        torch_module._global_backward_pre_hooks.values(),
-        torch_module._global_backward_hooks.values(),
-    )
-    yield from filter(_is_strange, hooks)
-
-
-def _gradient_hooks_of(
-    weight: torch.nn.Parameter,
-) -> Iterator[Callable[..., Any]]:
+def _gradient_hooks_of(weight: torch.nn.Parameter) -> Iterator[Function]:
     # Such a hook would run once per slice instead of once per micro-batch.
     before = weight._backward_hooks or {}
     after = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
     hooks = chain(before.values(), after.values())
-    yield from filter(_is_strange, hooks)
+    yield from filter(is_of_program, hooks)
 
 
-def _is_strange(hook: Callable[..., Any]) -> bool:
-    if getattr(hook, "runs_in_slices", False):
-        return False
-    package = _module_of(hook).partition(".")[0]
-    return package not in _KNOWN
-
-
-def _module_of(function: Any) -> str:
-    """Return the name of the Python module that defines a function or a `partial` of it."""
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "__module__", None) or ""
-
-
-def _name_of(hook: Any) -> str:
-    while isinstance(hook, partial):
-        hook = hook.func
-    return getattr(hook, "__qualname__", type(hook).__name__)
+def _undeclared(functions: Iterable[Function]) -> Iterator[Function]:
+    """Yield the functions that do not declare `runs_in_slices`."""
+    for function in functions:
+        if not getattr(function, "runs_in_slices", False):
+            yield function

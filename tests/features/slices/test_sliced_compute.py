@@ -1164,6 +1164,71 @@ def strange_models() -> list[str]:
     return told
 
 
+def wrapped_calls() -> list[str]:
+    """Return the refusals of a GPT whose modules a program wraps."""
+    import torch
+
+    from megatron_ext.errors import ScheduleError
+    from megatron_ext.features.slices.sliceable import check_model
+    from tests.runtime import small_gpt
+
+    start_parallel()
+    model = small_gpt.build(**PLAIN)
+    layer = model.module.decoder.layers[1]
+    calls = (
+        (layer, "forward"),
+        (type(layer), "forward"),
+        (type(layer.mlp), "__call__"),
+        (torch.nn.Module, "__call__"),
+    )
+    told = []
+
+    def check() -> None:
+        with pytest.raises(ScheduleError) as raised:
+            check_model(model)
+        told.append(str(raised.value))
+
+    for owner, name in calls:
+        original = getattr(owner, name)
+        is_inherited = name not in vars(owner)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, original: Any = original, **kwargs: Any) -> Any:
+            return original(*args, **kwargs)
+
+        check_model(model)
+        setattr(owner, name, wrapped)
+        check()
+        wrapped.runs_in_slices = True  # type: ignore[attr-defined]
+        check_model(model)
+        if is_inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+    hook = functools.wraps(type(layer).forward)(lambda *_: None)
+    layer.register_forward_hook(hook)
+    check()
+    layer._forward_hooks.clear()
+    model.register_forward_hook(lambda *_: None)
+    check()
+    return told
+
+
+def test_functions_around_modules_are_refused_unless_they_declare_slices() -> None:
+    """`functools.wraps` makes them look like Megatron's; a program holds Megatron's DDP."""
+    [refusals] = run_ranks(1, wrapped_calls)
+    beginnings = (
+        "a function around decoder.layers.1 (TransformerLayer) ",
+        "a function around decoder.layers.0 (TransformerLayer) ",
+        "a function around decoder.layers.0.mlp (MLP) ",
+        "a function around DistributedDataParallel ",
+        "a hook on decoder.layers.1 (TransformerLayer) ",
+        "a hook on DistributedDataParallel ",
+    )
+    for refusal, beginning in zip(refusals, beginnings, strict=True):
+        assert refusal.startswith(beginning)
+
+
 def test_hooks_and_modules_that_may_connect_tokens_are_refused_unless_they_declare_slices() -> (
     None
 ):
