@@ -9,6 +9,9 @@ the step is complete:
 
 `crc` is the CRC-32 of the records' text on the line. If a rank is killed, the last line of its file
 is incomplete, and the reader skips it. The reader needs only the standard library.
+
+If the job restarts in the same processes (`--inprocess-restart`), each rank continues in a new
+file, `digests-rank-00003-restart-1.jsonl`. `read_folder` joins a rank's files.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import os
 import shlex
 import typing
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -36,6 +40,7 @@ OPERATORS = "MEGATRON_EXT_DIGESTS_OPERATORS"
 FORMAT = 4
 """Increased whenever older readers could misread a file."""
 FILE_NAME = "digests-rank-{:05d}.jsonl"
+RESTARTED_FILE_NAME = "digests-rank-{:05d}-restart-{}.jsonl"
 
 Kind = Literal["forward", "backward", "weight gradient", "reduced gradient", "weights"]
 """Kinds of tensors, in the order in which a training step computes them.
@@ -87,6 +92,8 @@ class Header:
     """The dtype of the parameters, or fp8 or fp4 if matrix products use that format."""
     rounded: bool = False
     """Whether outputs were rounded differently to learn tolerances."""
+    restart: int = 0
+    """How often the job had restarted in the same processes when the rank opened the file."""
     format: int = FORMAT
 
 
@@ -172,7 +179,10 @@ class Writer:
 
     def __init__(self, folder: Path, header: Header) -> None:
         self.header = header
-        self.path = folder / FILE_NAME.format(header.rank)
+        file_name = FILE_NAME.format(header.rank)
+        if header.restart:
+            file_name = RESTARTED_FILE_NAME.format(header.rank, header.restart)
+        self.path = folder / file_name
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Fail if the file already exists, so that two runs cannot mix their digests.
@@ -214,7 +224,7 @@ class Writer:
 
 
 def read_folder(folder: Path, *, settings: str = "") -> list[RankFile]:
-    """Return a run's files, by rank.
+    """Return a run's files, by rank. The files before and after restarts are joined.
 
     Args:
         folder: The run's folder.
@@ -222,7 +232,7 @@ def read_folder(folder: Path, *, settings: str = "") -> list[RankFile]:
             a run.
 
     Raises:
-        DataError: There are no files, or one of them is damaged.
+        DataError: There are no files, one of them is damaged, or a restart changed the ranks.
     """
     pattern = FILE_NAME.format(0).replace("00000", "*")
     paths = sorted(folder.glob(pattern))
@@ -232,7 +242,67 @@ def read_folder(folder: Path, *, settings: str = "") -> list[RankFile]:
             f"{folder} has no digests; run the training with "
             f"{VARIABLE}={quoted_folder}{settings}"
         )
-    return [read(path) for path in paths]
+    files_of_ranks: dict[int, list[RankFile]] = defaultdict(list)
+    for path in paths:
+        file = read(path)
+        files_of_ranks[file.header.rank].append(file)
+    return [_joined(files_of_ranks[rank]) for rank in sorted(files_of_ranks)]
+
+
+def _joined(files: list[RankFile]) -> RankFile:
+    """Return a rank's steps from before and after restarts as those of one training.
+
+    A step that a restart repeats counts once, as it ran last. The weights of the step from which a
+    restart continued are those that it loaded.
+    """
+    first, *restarted = sorted(files, key=_restart_of)
+    joined = replace(first, steps=dict(first.steps), schedules=dict(first.schedules))
+    hosts = [first.header.host]
+    for file in restarted:
+        _check_same_ranks(first, file)
+        joined.is_cut = joined.is_cut or file.is_cut
+        if file.header.host != hosts[-1]:
+            hosts.append(file.header.host)
+        # The job restarted again before its first step.
+        if not file.steps:
+            continue
+        begin = min(file.steps)
+        before = joined.steps.get(begin, [])
+        # Before its first step, a restart records only the weights that it loaded.
+        loaded = file.steps[begin]
+        computed = [record for record in before if record.kind != "weights"]
+        for number in sorted(joined.steps):
+            # The restart repeats this step, or training ended before it did.
+            if number > begin:
+                del joined.steps[number]
+                joined.schedules.pop(number, None)
+        joined.steps |= file.steps
+        joined.schedules |= file.schedules
+        joined.steps[begin] = [*computed, *loaded]
+    joined.header = replace(first.header, host=", then ".join(hosts))
+    return joined
+
+
+def _restart_of(file: RankFile) -> int:
+    return file.header.restart
+
+
+def _check_same_ranks(first: RankFile, restarted: RankFile) -> None:
+    """Check that a restart has the same ranks and settings, so that records mean the same.
+
+    Raises:
+        DataError: A setting differs.
+    """
+    for header_field in fields(Header):
+        name = header_field.name
+        before = getattr(first.header, name)
+        after = getattr(restarted.header, name)
+        if name not in ("host", "restart") and before != after:
+            raise DataError(
+                f"{restarted.path}: restart {restarted.header.restart} has {name} = {after}, but "
+                f"{first.path.name} has {before}, and steps of different ranks cannot be joined; "
+                "record again with reserve ranks, or without restarts"
+            )
 
 
 def read(path: Path) -> RankFile:

@@ -1,7 +1,7 @@
 """Records digests of a run's tensors, to find the first tensor that differs from another run.
 
 To enable this, set `MEGATRON_EXT_DIGESTS=FOLDER` in the environment of any run: each rank then
-writes `FOLDER/digests-rank-00000.jsonl` (`digest_files.py`), and
+writes `FOLDER/digests-rank-00000.jsonl` (`digest_files.py`), in a new file after each restart, and
 `megatron_ext.tools.compare.locate` reads two such folders. A tensor's name does not depend on how
 the model is split, the schedule, the wire or the number of replicas: micro-batches are numbered
 within the global batch, and layers within the whole model.
@@ -28,6 +28,7 @@ import torch
 from megatron.core import parallel_state as groups
 from megatron.core.utils import get_model_config, unwrap_model
 
+from megatron_ext.config import active
 from megatron_ext.config.pipeline_config import AUTO
 from megatron_ext.observer import Observer
 from megatron_ext.tracing.digest_files import (
@@ -137,6 +138,7 @@ def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
         loss_is_per_token=bool(model_config.calculate_per_token_loss),
         precision=_precision(model_config),
         rounded=rounds_differently(),
+        restart=active.attempt() or 0,
         **fields,
     )
 

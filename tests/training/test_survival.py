@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +35,9 @@ pytest.importorskip(
 
 from nvidia_resiliency_ext.inprocess import FrozenState
 
+from megatron_ext.tools.compare.locate import compare
 from megatron_ext.tools.launch import keeper
+from megatron_ext.tracing.digest_files import VARIABLE
 from megatron_ext.training import survival
 
 if TYPE_CHECKING:
@@ -330,7 +332,12 @@ class Job:
 
 
 @contextmanager
-def job(folder: Path, num_ranks: int, flags: str) -> Iterator[Job]:
+def job(
+    folder: Path,
+    num_ranks: int,
+    flags: str,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Job]:
     port = free_port(num_ports=3)
     running = Job(folder, [])
     try:
@@ -348,6 +355,7 @@ def job(folder: Path, num_ranks: int, flags: str) -> Iterator[Job]:
                 "OMP_NUM_THREADS": "1",
                 "PYTHONWARNINGS": "ignore",
                 "TORCH_CPP_LOG_LEVEL": "error",
+                **(environment or {}),
             }
             words = [
                 sys.executable,
@@ -447,3 +455,29 @@ def test_a_killed_rank_costs_a_step_at_most(
     assert not [
         name for name in weights if not weights[name].equal(expected_weights[name])
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_digests_continue_after_a_restart(tmp_path: Path) -> None:
+    """The step that is repeated counts once, and no step is missing."""
+    require_training()
+    saved = f"--save {tmp_path}/saved --load {tmp_path}/saved --save-interval 1000 "
+    saved += "--non-persistent-ckpt-type local --non-persistent-save-interval 1 "
+    saved += f"--non-persistent-local-ckpt-dir {tmp_path}/local "
+    saved += "--inprocess-active-world-size 2 "
+    schedule = "--pipeline-schedule zb-h1 --pipeline-transport shm "
+    recorded = {VARIABLE: str(tmp_path / "restarted")}
+    with job(tmp_path, 3, f"{FLAGS}{QUICK}{saved}{schedule}", recorded) as disturbed:
+        disturbed.wait_for(r"iteration +3/")
+        disturbed.processes[1].send_signal(signal.SIGKILL)
+        exit_codes = [0, -signal.SIGKILL, 0]
+        assert disturbed.wait() == exit_codes, disturbed.text()[-3000:]
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    recorded = {VARIABLE: str(alone / "undisturbed")}
+    with job(alone, 2, f"{FLAGS}{schedule}", recorded) as undisturbed:
+        assert undisturbed.wait() == [0, 0], undisturbed.text()[-3000:]
+    comparison = compare(alone / "undisturbed", tmp_path / "restarted")
+    assert comparison.difference is None, comparison.difference.sentence()
+    assert (comparison.gap, comparison.num_steps) == ("", 10)

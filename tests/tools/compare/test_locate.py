@@ -16,12 +16,14 @@ from megatron_ext.tools.compare.locate import Difference, compare, locate
 from megatron_ext.tracing.digest_files import (
     FILE_NAME,
     KINDS,
+    MEGATRONS,
     NO_MICROBATCH,
     Header,
     Kind,
     Record,
     Writer,
     read,
+    read_folder,
 )
 from tests.tools.compare.digests import (
     NUM_LAYERS,
@@ -148,6 +150,67 @@ def test_a_folder_of_another_training_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", step_records())
     with pytest.raises(DataError, match="use a new folder for each"):
         Writer(folder, Header(0))
+
+
+def _write_attempt(folder: Path, restart: int, first: int, last: int) -> None:
+    """Write the weights after step `first`, and the steps from there to `last`."""
+    header = replace(Header(0, f"host-{restart}"), restart=restart)
+    weights = [item for item in step_records() if item.kind == "weights"]
+    writer = Writer(folder, header)
+    writer.step(first, weights)
+    for number in range(first + 1, last + 1):
+        writer.step(number, step_records(), MEGATRONS)
+    writer.close()
+
+
+def test_steps_before_and_after_a_restart_are_those_of_one_training(
+    tmp_path: Path,
+) -> None:
+    """The second restart came before a step, and the third one repeats a step."""
+    _write_attempt(tmp_path / "alone", 0, 0, 6)
+    restarted = tmp_path / "restarted"
+    _write_attempt(restarted, 0, 0, 5)
+    _write_attempt(restarted, 1, 3, 4)
+    Writer(restarted, replace(Header(0, "host-2"), restart=2)).close()
+    _write_attempt(restarted, 3, 3, 6)
+    comparison = compare(tmp_path / "alone", restarted)
+    assert comparison.difference is None
+    assert (comparison.gap, comparison.num_steps) == ("", 7)
+    [file] = read_folder(restarted)
+    assert file.header.host == "host-0, then host-1, then host-2, then host-3"
+    assert sorted(file.schedules) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_step_that_no_restart_has_repeated_is_missing(tmp_path: Path) -> None:
+    _write_attempt(tmp_path / "alone", 0, 0, 5)
+    _write_attempt(tmp_path / "restarted", 0, 0, 5)
+    _write_attempt(tmp_path / "restarted", 1, 3, 4)
+    [file] = read_folder(tmp_path / "restarted")
+    assert sorted(file.steps) == [0, 1, 2, 3, 4]
+    assert "step" in compare(tmp_path / "alone", tmp_path / "restarted").gap
+
+
+def test_a_restart_that_loads_other_weights_differs_there(tmp_path: Path) -> None:
+    _write_attempt(tmp_path / "alone", 0, 0, 3)
+    restarted = tmp_path / "restarted"
+    _write_attempt(restarted, 0, 0, 3)
+    weights = [item for item in step_records() if item.kind == "weights"]
+    writer = Writer(restarted, Header(0, restart=1))
+    writer.step(2, changed(weights, ("weights", NO_MICROBATCH, 1)))
+    writer.step(3, step_records(), MEGATRONS)
+    writer.close()
+    difference = locate(tmp_path / "alone", restarted)
+    assert difference is not None
+    assert difference.sentence().startswith(
+        "first difference: after iteration 2: the weight of layer 1 differs"
+    )
+
+
+def test_a_restart_with_other_ranks_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, step_records(), header=Header(0, data_size=2))
+    write(tmp_path, step_records(), header=Header(0, data_size=1, restart=1))
+    with pytest.raises(DataError, match="restart 1 has data_size = 1, but"):
+        read_folder(tmp_path)
 
 
 def test_a_folder_without_digests_is_refused(tmp_path: Path) -> None:
