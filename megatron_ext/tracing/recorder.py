@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from megatron_ext.config import active
 from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.errors import UserError
 from megatron_ext.files import cannot_write, write_text
@@ -313,6 +314,14 @@ class Recorder:
                     write_text(self._path, table_files.json_text(table))
             file_name = FILE_NAME.format(header.data, header.pipeline, header.tensor)
             self._path = directory / file_name
+            attempt = active.attempt()
+            if attempt and header.rank == 0 and self._path.exists():
+                _LOG.warning(
+                    "--trace: restart %s in the same processes replaces the trace of the steps "
+                    "before it in %s",
+                    attempt,
+                    directory,
+                )
             # Replace the old file instead of truncating it, because someone may be reading it.
             self._path.unlink(missing_ok=True)
             self._file = self._path.open("x", encoding="utf-8")

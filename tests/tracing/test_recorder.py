@@ -60,6 +60,18 @@ def test_each_file_is_a_chrome_trace_of_its_own(tmp_path: Path) -> None:
     assert len(actions) == 16
 
 
+def test_a_restart_in_the_same_processes_says_that_it_replaces_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for attempt in (0, 1):
+        monkeypatch.setattr(active._PROCESS, "attempt", attempt)
+        recorder = Recorder(lambda: (tmp_path, HEADER, None), Clock())
+        recorder.begin_iteration(1)
+        recorder.close()
+    [line] = caplog.messages
+    assert line.startswith("--trace: restart 1 in the same processes replaces ")
+
+
 def test_an_event_takes_at_most_200_bytes(tmp_path: Path) -> None:
     clock = Clock()
     clock.now_ns = 10**18
