@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import psutil
 
@@ -36,12 +36,10 @@ from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch import runs
 from megatron_ext.tools.launch.fitness import look, open_folder
 from megatron_ext.tools.launch.losses import LOSSES, loss_in_words
+from megatron_ext.tools.launch.run_folder import RunFolder
 from megatron_ext.tools.launch.runs import RANK_MARK, Json
 from megatron_ext.upstream import cause, parent
 from megatron_ext.upstream.cause import Cause
-
-if TYPE_CHECKING:
-    from megatron_ext.tools.launch.run_folder import RunFolder
 
 _TAIL_LINES = 50
 _TAIL_BYTES = 1 << 16
@@ -195,6 +193,12 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         if folder.exists("agent.json"):
             why = os.strerror(errno.EEXIST)
             raise FileExistsError(errno.EEXIST, why, str(directory))
+        earlier_run = request["local_checkpoints_of"]
+        if earlier_run is not None:
+            # This host may not have been in the earlier run. Ranks unpickle the checkpoints, so
+            # nobody else may write to the folder.
+            with RunFolder.open(directory.parent.parent, earlier_run, create=True):
+                pass
         # `stop` finds this agent through the file, so write it before the job starts.
         folder.write_json("agent.json", runs.record())
         log = folder.create(log_name)

@@ -82,6 +82,7 @@ def with_restarts(
             signal.signal(ending, _exit_on_signal)
     failed_at: list[float] = []
     num_restarts = 0
+    furthest = 0
     attempt = plan
     while True:
         outcome, completed = _attempt(attempt, args)
@@ -107,9 +108,15 @@ def with_restarts(
         )
         time.sleep(pause_s)
         hosts = _with_slots(hosts, completed)
+        local_checkpoints_of = _continued_run(completed, outcome, furthest)
+        furthest = max(furthest, outcome.iteration)
         # Start from the original plan, because `completed` contains flags derived from its hosts,
         # which may change.
-        attempt = replace(plan, run_id=f"{plan.run_id}-r{num_restarts}")
+        attempt = replace(
+            plan,
+            run_id=f"{plan.run_id}-r{num_restarts}",
+            local_checkpoints_of=local_checkpoints_of,
+        )
         able = _able_hosts(hosts, completed, attempt, args.preflight_timeout)
         # Never shrink a job: with fewer replicas, the batch could differ.
         num_hosts = len(completed.hosts)
@@ -120,7 +127,7 @@ def with_restarts(
         num_reserve_hosts = max(0, plan.num_reserve_hosts - num_missing)
         attempt = replace(
             attempt,
-            hosts=chosen,
+            hosts=_in_place(chosen, completed),
             num_reserve_hosts=num_reserve_hosts,
         )
         if attempt.world_size != num_ranks:
@@ -144,6 +151,43 @@ def _with_slots(hosts: Sequence[Host], completed: JobPlan) -> tuple[Host, ...]:
         slots = host.slots or counted.get(host.number) or of_spares
         complete.append(replace(host, slots=slots))
     return tuple(complete)
+
+
+def _continued_run(ended: JobPlan, outcome: Outcome, furthest: int) -> str | None:
+    """Return the run in whose folder of local checkpoints the next attempt continues, or None.
+
+    If the folder lacks a rank's tensors, or the last global checkpoint is newer, Megatron loads
+    the global one. `furthest` is the last iteration that the attempts before this one reached.
+    """
+    if ended.reserve is None:
+        return None
+    # With these flags, Megatron would load a local checkpoint's weights but begin at iteration 0.
+    pretrained = flag_value(ended.flags, "--pretrained-checkpoint")
+    if "--finetune" in ended.flags or pretrained is not None:
+        return None
+    # Local checkpoints that cannot be loaded, or that lead to the same failure again, would use up
+    # all restarts.
+    has_continued = ended.local_checkpoints_of is not None
+    if has_continued and outcome.iteration <= furthest:
+        return None
+    return ended.local_checkpoints_of or ended.run_id
+
+
+def _in_place(hosts: Sequence[Host], ended: JobPlan) -> tuple[Host, ...]:
+    """Return the hosts in an order in which those that trained before keep their ranks.
+
+    A rank finds only the local checkpoints that were saved on its host under its number.
+    """
+    others = {host.number: host for host in hosts}
+    staying = [others.pop(host.number, None) for host in ended.training_hosts]
+    newcomers = list(others.values())
+    ordered = []
+    for host in staying:
+        if host is not None:
+            ordered.append(host)
+        elif newcomers:
+            ordered.append(newcomers.pop(0))
+    return (*ordered, *newcomers)
 
 
 def _able_hosts(

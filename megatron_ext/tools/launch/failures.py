@@ -81,6 +81,8 @@ class Outcome:
     failure: Failure | None = None
     stopped_by: str | None = None
     """The signal with which the user stopped the job, possibly after the failure."""
+    iteration: int = 0
+    """The last iteration that a failed job is known to have reached; 0 if it is not known."""
 
     @property
     def failed_rank(self) -> int | None:

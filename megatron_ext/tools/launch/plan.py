@@ -159,6 +159,9 @@ class JobPlan:
     None: the job stops."""
     num_reserve_hosts: int = 0
     """Number of hosts, at the end of the list, that only run reserve ranks."""
+    local_checkpoints_of: str | None = None
+    """The run of an earlier attempt, in whose folder of local checkpoints this attempt continues;
+    None: this run's folder."""
     allow_uneven: bool = False
     per_node: bool = False
     """Run the command once on each host, without torchrun."""
@@ -334,10 +337,11 @@ class JobPlan:
         # step.
         if flag_value(self.flags, "--non-persistent-ckpt-type") is None:
             root = self.log_root or runs_root()
+            run_id = self.local_checkpoints_of or self.run_id
             restart_flags |= {
                 "--non-persistent-ckpt-type": "local",
                 "--non-persistent-save-interval": "1",
-                "--non-persistent-local-ckpt-dir": f"{root}/{self.run_id}/local",
+                "--non-persistent-local-ckpt-dir": f"{root}/{run_id}/local",
             }
             if len(self.hosts) > 1:
                 restart_flags |= self._replication_flags()

@@ -97,7 +97,11 @@ def supervise(
     if code < 0:
         # As in a shell: 128 + n after signal n.
         code = 128 - code
-    return Outcome(code, failure, stopped_name)
+    iteration = display.iteration
+    for failed in all_failures:
+        if failed.cause is not None:
+            iteration = max(iteration, failed.cause.iteration or 0)
+    return Outcome(code, failure, stopped_name, iteration)
 
 
 @contextmanager

@@ -259,6 +259,27 @@ def test_a_job_that_loses_more_ranks_than_are_in_reserve_ends(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_restarted_job_continues_from_its_local_checkpoints(
+    tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    options = ("--keep-going", "--max-restarts", "1")
+    with launched(tmp_path / "job", *options, flags=_TRAINS + _PATIENT) as job:
+        job.until(r"iteration +6/")
+        for victim in (job.rank(0), job.rank(1)):  # one rank is in reserve
+            victim.kill()
+        job.until("restart 1 of 1")
+        num_lines = len(job.lines)
+        assert job.end() == 0, job.text[-6000:]
+    restarted = "".join(job.lines[num_lines:])
+    steps = [int(step) for step in _STEP.findall(restarted)]
+    assert steps[0] in (6, 7)
+    assert steps[-1] == 30
+    _assert_same(saved_tensors(tmp_path / "job/saved"), undisturbed)
+    assert len(list(tmp_path.glob("job/runs/*/local"))) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_rank_that_is_lost_during_the_start_ends_the_job(tmp_path: Path) -> None:
     require_training()

@@ -7,16 +7,18 @@ import re
 import shutil
 import signal
 import subprocess
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from megatron_ext import cli
 from megatron_ext.tools.launch import attempts, runs
 from megatron_ext.tools.launch.failures import Failure, Outcome
+from megatron_ext.tools.launch.hostfile import Host
+from megatron_ext.tools.launch.plan import JobPlan, flag_value
 from tests.commands import run_package
 from tests.ranks import require_training
 from tests.tools.launch.cluster import (
@@ -27,9 +29,6 @@ from tests.tools.launch.cluster import (
     why_not,
 )
 from tests.tools.launch.test_cluster import LLAMA
-
-if TYPE_CHECKING:
-    from megatron_ext.tools.launch.plan import JobPlan
 
 FLAKY = """\
 import os, pathlib, sys
@@ -180,6 +179,83 @@ def test_a_spare_takes_the_place_of_a_host_that_answers_and_cannot_take_part(
     assert [(host.name, host.number, host.slots) for host in second.hosts] == [
         ("127.0.0.3", 1, 1)
     ]
+
+
+def kept_attempts(
+    monkeypatch: pytest.MonkeyPatch, *iterations: int, flags: str = "", hosts: str = "a"
+) -> list[JobPlan]:
+    """Return the plans of a job with --keep-going whose attempts fail in these iterations."""
+    attempted: list[JobPlan] = []
+
+    def attempt(plan: JobPlan, _args: object) -> tuple[Outcome, JobPlan]:
+        completed = plan.completed()
+        iteration = iterations[len(attempted)]
+        attempted.append(completed)
+        failure = Failure("a", "rank 0", 7, 0.0)
+        return Outcome(7, failure, iteration=iteration), completed
+
+    all_hosts = tuple(Host(name, 1, number=index) for index, name in enumerate(hosts))
+    plan = JobPlan(
+        "kept",
+        all_hosts,
+        ("pretrain_gpt.py", "--load", "x", *flags.split()),
+        "/",
+        "python",
+        reserve=1,
+        num_reserve_hosts=len(hosts) // 3,
+        log_root="/logs",
+    )
+    args = Namespace(
+        max_restarts=len(iterations) - 1, restart_window=3600.0, preflight_timeout=1.0
+    )
+    monkeypatch.setattr(attempts, "_attempt", attempt)
+    monkeypatch.setattr(attempts.time, "sleep", lambda _: None)
+    if len(hosts) == 1:
+        monkeypatch.setattr(attempts, "_able_hosts", lambda hosts, *_: hosts)
+    else:
+        # The first host is lost.
+        monkeypatch.setattr(attempts, "_able_hosts", lambda hosts, *_: hosts[1:])
+    assert attempts.with_restarts(plan, all_hosts, args) == 7
+    return attempted
+
+
+def folders_of(plans: list[JobPlan]) -> list[str | None]:
+    """Return the attempts' folders of local checkpoints."""
+    return [
+        flag_value(plan.command, "--non-persistent-local-ckpt-dir") for plan in plans
+    ]
+
+
+def test_a_restart_continues_from_the_local_checkpoints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If one gets no further, the next begins at the global ones: they may be damaged."""
+    plans = kept_attempts(monkeypatch, 5, 9, 9, 3, 4)
+    assert [plan.run_id for plan in plans] == [
+        "kept", "kept-r1", "kept-r2", "kept-r3", "kept-r4",
+    ]  # fmt: skip
+    assert folders_of(plans) == [
+        "/logs/kept/local", "/logs/kept/local", "/logs/kept/local", "/logs/kept-r3/local",
+        "/logs/kept-r3/local",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", ["--finetune", "--pretrained-checkpoint y"])
+def test_local_checkpoints_do_not_stand_in_for_pretrained_weights(
+    monkeypatch: pytest.MonkeyPatch, flags: str
+) -> None:
+    """Megatron would begin at iteration 0 with the weights of a later one."""
+    plans = kept_attempts(monkeypatch, 5, 9, flags=flags)
+    assert folders_of(plans) == ["/logs/kept/local", "/logs/kept-r1/local"]
+
+
+def test_a_host_that_stays_keeps_its_ranks_and_so_its_local_checkpoints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = kept_attempts(monkeypatch, 5, 9, hosts="abc")
+    assert [host.name for host in first.hosts] == ["a", "b", "c"]
+    assert [host.name for host in second.hosts] == ["c", "b"]
+    assert folders_of([second]) == ["/logs/kept/local"]
 
 
 def test_spares_are_fewer_than_hosts(tmp_path: Path) -> None:

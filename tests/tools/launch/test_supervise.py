@@ -305,6 +305,16 @@ def test_an_agent_that_hears_nothing_stops_its_job(why: str, tmp_path: Path) -> 
     )
 
 
+def test_only_the_owner_can_write_to_an_earlier_run_with_local_checkpoints(
+    tmp_path: Path,
+) -> None:
+    """Ranks unpickle them, also on a host that was not in that run."""
+    with agent_of(("true",), tmp_path, local_checkpoints_of="r0") as agent:
+        *_, last = messages_of(agent)
+    assert last["code"] == 0
+    assert (tmp_path / "r0").stat().st_mode & 0o777 == 0o700
+
+
 def test_an_agent_leaves_no_zombies_of_orphans_while_its_job_runs(
     tmp_path: Path,
 ) -> None:
