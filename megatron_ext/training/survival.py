@@ -102,6 +102,7 @@ class BeginAttempt(Initialize):
         """Number the attempt, so that all ranks give their transports the same names."""
         # NVRx calls this only after it has received every rank's state.
         parent.note_ranks_met()
+        parent.note_reserve(is_in_reserve=state.active_rank is None)
         active.begin_attempt(state.iteration)
         # torch wraps the hook in each attempt, and each wrapper prefixes every line of
         # a traceback with the rank.

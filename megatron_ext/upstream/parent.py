@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 AGENT_PID = "MEGATRON_EXT_AGENT_PID"
@@ -27,6 +28,10 @@ restart within the processes changes RANK, which is `None` for reserve ranks."""
 RANKS_MET = "MEGATRON_EXT_RANKS_MET"
 """Environment variable for ranks in a job that survives lost ranks: path of a file that exists once
 all ranks have found each other."""
+
+IN_RESERVE = "MEGATRON_EXT_IN_RESERVE"
+"""Environment variable for ranks that may be lost: path of a file that exists while the rank is in
+reserve."""
 
 # Options of prctl(2), from linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
@@ -73,6 +78,19 @@ def note_ranks_met() -> None:
     """Signal to the launcher that all ranks have met: from now on the job survives a lost rank."""
     if path := os.environ.get(RANKS_MET):
         Path(path).touch()
+
+
+def note_reserve(*, is_in_reserve: bool) -> None:
+    """Tell the launcher whether this rank is in reserve, so that no other rank waits for it."""
+    path = os.environ.get(IN_RESERVE)
+    if not path:
+        return
+    # If the disk is full, the launcher may blame the wrong rank, but the job continues.
+    with suppress(OSError):
+        if is_in_reserve:
+            Path(path).touch()
+        else:
+            Path(path).unlink(missing_ok=True)
 
 
 def use_sockets_folder() -> None:

@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megatron_ext.config import active
 from megatron_ext.errors import ArgumentsError, HangError, PeerDied
+from megatron_ext.upstream import parent
 from tests.ports import free_port
 from tests.ranks import losses, require_training
 from tests.saved_tensors import saved_tensors
@@ -65,6 +66,19 @@ def test_a_survivor_and_a_rank_from_the_reserve_name_transports_alike() -> None:
     active._PROCESS.num_transports.clear()  # as in a process that has opened none
     begin(state(iteration=3))
     assert active.name_transport("pipeline") == of_survivor == "attempt 3/pipeline/1"
+
+
+def test_the_launcher_knows_which_rank_is_in_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "in_reserve"
+    monkeypatch.setenv(parent.IN_RESERVE, str(mark))
+    begin = survival.BeginAttempt()
+    begin(state(iteration=0, active_rank=None))
+    assert mark.exists()
+    begin(state(iteration=1, active_rank=0))
+    assert not mark.exists()
+    begin(state(iteration=2, active_rank=0))
 
 
 def test_the_launcher_knows_the_line_with_which_a_restart_begins(

@@ -140,7 +140,7 @@ class FirstBoard:
 
     @property
     def survived(self) -> list[int]:
-        """The lost ranks that training has continued without."""
+        """The lost ranks without which the others could continue."""
         return self._losses.survived
 
     def add(self, loss: Loss) -> None:
@@ -227,7 +227,7 @@ class OtherBoard:
         self.fatal: Loss | None = None
         """The loss that stops the job, or None if the job continues."""
         self.survived: list[int] = []
-        """The lost ranks that training has continued without; known when the job stops."""
+        """The lost ranks without which the others could continue; known when the job stops."""
         self.is_needed = False
         """Whether other hosts need this keeper after its ranks have exited."""
 

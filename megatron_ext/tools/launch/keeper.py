@@ -64,6 +64,7 @@ class Rank:
         self.local_rank = local_rank
         self.is_lost = False
         log_dir.mkdir(parents=True)
+        self._reserve_mark = log_dir / "in_reserve"
         # Open the log unbuffered, so that `logs` and the agent can read every line immediately.
         self._log = (log_dir / "stdout.log").open("wb", buffering=0)
         self._is_shown = is_shown
@@ -72,6 +73,7 @@ class Rank:
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             parent.STARTED_RANK: str(rank),
+            parent.IN_RESERVE: str(self._reserve_mark),
             # The rank writes its cause here (`upstream/cause.py`).
             "TORCHELASTIC_ERROR_FILE": str(log_dir / "error.json"),
         }
@@ -104,6 +106,11 @@ class Rank:
             elif _STEP.search(line):
                 board.note_step()
         self._log.close()
+
+    @property
+    def is_in_reserve(self) -> bool:
+        """Whether the rank is in reserve or, if it has exited, was in reserve."""
+        return self._reserve_mark.exists()
 
     def end_children(self) -> None:
         """Stop the processes that a lost rank started, such as checkpoint writers.
@@ -336,7 +343,13 @@ class Keeper:
                 rank.is_lost = True
                 rank.end_children()
                 is_early = not self._ranks_met.exists()
-                loss = Loss(rank.rank, code, time.time(), is_early=is_early)
+                loss = Loss(
+                    rank.rank,
+                    code,
+                    time.time(),
+                    is_early=is_early,
+                    was_in_reserve=rank.is_in_reserve,
+                )
                 self._board.add(loss)
 
     def _stop(self, number: int, _frame: object) -> None:

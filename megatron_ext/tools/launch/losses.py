@@ -36,6 +36,8 @@ class Loss:
     yet."""
     is_early: bool = False
     """Whether the rank was lost before all ranks had met, in which case no rank can replace it."""
+    was_in_reserve: bool = False
+    """Whether the rank was in reserve, so that no other rank was waiting for it."""
 
 
 def loss_in_words(loss: Json) -> str:
@@ -80,21 +82,26 @@ class Losses:
                 return loss
         if len(self.items) <= self.reserve:
             return None
-        for loss in self.items:
-            # Training has recovered from losses that have a recovery time, so they did
-            # not stop the job.
-            if loss.back_after_s is None:
+        for index, loss in enumerate(self.items):
+            if not self._is_outlived(index, loss):
                 return loss
-        # Training has recovered from every loss, so the reserve ran out with the last one.
+        # The job could have continued after every loss, so the reserve ran out with the
+        # last one.
         return self.items[-1]
+
+    def _is_outlived(self, index: int, loss: Loss) -> bool:
+        """Return whether the other ranks could continue after the loss with this index."""
+        # A restart that excludes the lost rank had enough ranks left.
+        is_replaced = index < self._num_replaced
+        return is_replaced or loss.was_in_reserve
 
     @property
     def survived(self) -> list[int]:
-        """The lost ranks that training has continued without."""
+        """The lost ranks without which the others could continue."""
         fatal = self.fatal
         ranks = []
-        for loss in self.items:
-            if loss.back_after_s is not None and loss is not fatal:
+        for index, loss in enumerate(self.items):
+            if self._is_outlived(index, loss) and loss is not fatal:
                 ranks.append(loss.rank)
         return ranks
 

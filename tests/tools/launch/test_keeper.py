@@ -40,11 +40,17 @@ if ending == "killed with a child":
     child = subprocess.Popen(["sleep", "600"])
     pathlib.Path(__file__).with_name("child").write_text(str(child.pid))
     ending = "killed"
+if ending == "killed in reserve":
+    pathlib.Path(os.environ["MEGATRON_EXT_IN_RESERVE"]).touch()
+    ending = "killed"
 if ending in ("killed", "dies early"):
     os.kill(os.getpid(), signal.SIGKILL)
 if ending == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(100)
+if ending == "exits7 later":
+    time.sleep(1.5)
+    ending = "exits7"
 if ending.startswith("exits"):
     sys.exit(int(ending[5:]))
 time.sleep(1.5)
@@ -230,15 +236,36 @@ def test_a_rank_that_ends_after_the_others_have_restarted_counts_as_recovered(
     losses.add(Loss(1, 1, time.time()))
     losses.note_step()
     assert losses.items[0].back_after_s is not None
-    losses.add(
-        Loss(3, -9, time.time())
-    )  # in reserve: the others go on until they restart
+    # The others go on until they restart.
+    losses.add(Loss(3, -9, time.time(), was_in_reserve=True))
     losses.note_step()
     losses.note_step()
     assert losses.items[1].back_after_s is None
     losses.add(Loss(0, 7, time.time()))
     assert losses.fatal is not None
-    assert losses.fatal.rank == 3
+    assert losses.fatal.rank == 0
+    assert losses.survived == [1, 3]
+
+
+def test_a_rank_that_the_others_have_restarted_without_is_not_why_a_job_ends(
+    tmp_path: Path,
+) -> None:
+    """Steps may be long: the next failure may come before the first step after a restart."""
+    tmp_path.chmod(0o700)
+    losses = Losses(tmp_path, 1, lambda _rank, _text: None)
+    losses.add(Loss(2, -9, 100.0))  # in reserve
+    losses.note_restart(num_lost=1)
+    losses.add(Loss(0, 7, 200.0))
+    assert losses.fatal is not None
+    assert losses.fatal.rank == 0
+    assert losses.survived == [2]
+
+
+def test_a_lost_rank_in_reserve_is_not_why_a_job_ends(tmp_path: Path) -> None:
+    done, folder = keep(tmp_path, 1, "deaf", "killed in reserve", "exits7 later")
+    assert done.returncode == 7, done.stdout
+    failure = json.loads((folder / "failure.json").read_text())
+    assert (failure["rank"], failure["survived"]) == (2, [1])
 
 
 def test_the_loss_that_ended_a_job_is_not_one_that_it_survived(tmp_path: Path) -> None:
