@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import re
 import signal
@@ -62,6 +63,7 @@ class _Job:
         request: Json,
     ) -> None:
         self.stopped: str | None = None
+        self.stopped_at = math.inf
         self._grace_s = request["grace_s"]
         self._silence_s = request["silence_s"]
         agent_pid = os.getpid()
@@ -101,6 +103,7 @@ class _Job:
         if self.stopped is None and grace_s > 0:
             self.child.send_signal(signal.SIGTERM)
         self.stopped = self.stopped or why
+        self.stopped_at = min(self.stopped_at, time.time())
         killer = threading.Timer(grace_s, self.end)
         # If the job exits in time, the agent exits without waiting for the timer.
         killer.daemon = True
@@ -234,11 +237,16 @@ def _run(request: Json, directory: Path, send: Send) -> None:
         # The keeper did not report which errors the job survived, so ignore the
         # recorded errors.
         ended["tail"] = last_lines(folder.anchor / log_name, _TAIL_LINES)
-    elif code != 0:
+    else:
         is_stopped = job.stopped is not None
         first_rank = start.get("first_rank", 0)
         logs = _Logs(folder, directory, log_name, first_rank)
-        ended.update(_failure(logs, is_stopped=is_stopped))
+        failure: Json = {}
+        if code != 0:
+            failure = _failure(logs, is_stopped=is_stopped)
+        if not failure and child_name != runs.KEEPER:
+            failure = _early_exit(logs, job.stopped_at)
+        ended.update(failure)
     # Even if the disk is full, the launcher gets the report.
     with suppress(OSError):
         report = {**runs.record(), **ended}
@@ -334,6 +342,9 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
         if rank not in ranks_with_cause:
             kind = "killed" if code < 0 else "unknown"
             causes.append(Cause(rank, kind, "", now, code=code))
+        for exited_rank in report.get("early_exits", ()):
+            if exited_rank not in ranks_with_cause:  # on another host
+                causes.append(Cause(exited_rank, "left", "", now, code=0))
     first = cause.first(causes)
     # Being stopped may make a rank fail, so report only causes that a stop cannot
     # produce.
@@ -344,7 +355,7 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
     failure: Json = {"tail": lines}
     if first is None:
         return failure
-    failure |= {"part": f"rank {first.rank}", "cause": asdict(first)}
+    failure |= _blamed(first, logs)
     # torchrun's exit code may differ from the exit code of the rank that failed first.
     if first.code:
         failure["code"] = first.code
@@ -352,14 +363,38 @@ def _failure(logs: _Logs, *, is_stopped: bool) -> Json:
         # The rank that caused the failure is either still running without making
         # progress or exited with code 0.
         failure["code"] = report["exit_code"]
+    return failure
+
+
+def _early_exit(logs: _Logs, stopped_at: float) -> Json:
+    """Return which rank on this host first called `sys.exit(0)`, for a host that has not failed.
+
+    Ranks on other hosts fail if they needed it. A rank may also exit with code 0 because the job
+    was stopped, which explains nothing.
+    """
+    exits = []
+    for ending in cause.read(logs.folder.anchor / "ranks"):
+        if ending.kind == "left" and ending.at < stopped_at:
+            exits.append(ending)
+    first = cause.first(exits)
+    if first is None:
+        return {}
+    # torchrun waits for the other hosts before it exits. If it is stopped meanwhile, its own exit
+    # code is not 0.
+    return {**_blamed(first, logs), "code": 0}
+
+
+def _blamed(first: Cause, logs: _Logs) -> Json:
+    """Return the part of a report that names a rank, its cause and its log."""
+    blamed: Json = {"part": f"rank {first.rank}", "cause": asdict(first)}
     # Standard error comes last and takes precedence, because it contains the traceback.
     for path in logs.of_rank(first.rank):
-        rank_folder = path.parent.relative_to(anchor)
-        failure["log"] = str(logs.directory / rank_folder)
+        rank_folder = path.parent.relative_to(logs.folder.anchor)
+        blamed["log"] = str(logs.directory / rank_folder)
         lines = last_lines(path, _TAIL_LINES)
         if any(map(str.strip, lines)):
-            failure["tail"] = lines
-    return failure
+            blamed["tail"] = lines
+    return blamed
 
 
 def _rank_logs(folder: RunFolder, local_rank: int) -> list[Path]:

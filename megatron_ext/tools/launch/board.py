@@ -143,9 +143,18 @@ class FirstBoard:
         """The lost ranks without which the others could continue."""
         return self._losses.survived
 
+    @property
+    def early_exits(self) -> list[int]:
+        """The ranks that exited with code 0 since the last restart."""
+        return self._losses.early_exits
+
     def add(self, loss: Loss) -> None:
         """Record a loss on this host."""
         self._losses.add(loss)
+
+    def note_exit(self, loss: Loss) -> None:
+        """Record that a rank on this host exited with code 0."""
+        self._losses.note_exit(loss)
 
     def note_restart(self, num_lost: int) -> None:
         """Record that the ranks restart without the first `num_lost` lost ranks."""
@@ -166,6 +175,8 @@ class FirstBoard:
             kind = note.pop("kind")
             if kind == "loss":
                 self._losses.add(Loss(**note))
+            elif kind == "exit":
+                self._losses.note_exit(Loss(**note))
             elif kind == "restart":
                 self._losses.note_restart(note["num_lost"])
             elif kind == "step":
@@ -205,6 +216,7 @@ class FirstBoard:
             "kind": "end",
             "loss": asdict(self.fatal),
             "survived": self.survived,
+            "early_exits": self.early_exits,
         }
         self._board.write(note)
 
@@ -228,12 +240,18 @@ class OtherBoard:
         """The loss that stops the job, or None if the job continues."""
         self.survived: list[int] = []
         """The lost ranks without which the others could continue; known when the job stops."""
+        self.early_exits: list[int] = []
+        """The ranks that exited with code 0 since the last restart; known when the job stops."""
         self.is_needed = False
         """Whether other hosts need this keeper after its ranks have exited."""
 
     def add(self, loss: Loss) -> None:
         """Report a loss."""
         self._notes.append({"kind": "loss", **asdict(loss)})
+
+    def note_exit(self, loss: Loss) -> None:
+        """Report that a rank on this host exited with code 0."""
+        self._notes.append({"kind": "exit", **asdict(loss)})
 
     def note_restart(self, num_lost: int) -> None:
         """Report that the ranks restart without the first `num_lost` lost ranks."""
@@ -270,6 +288,7 @@ class OtherBoard:
                 if kind == "end":
                     self.fatal = Loss(**note["loss"])
                     self.survived = note["survived"]
+                    self.early_exits = note["early_exits"]
                 elif kind == "restart":
                     self._awaits_step = True
         except RuntimeError as error:  # how torch reports store errors

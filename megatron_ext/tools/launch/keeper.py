@@ -62,8 +62,10 @@ class Rank:
     ) -> None:
         self.rank = rank
         self.local_rank = local_rank
-        self.is_lost = False
+        self.is_noted = False
+        """Whether the board knows that the rank has exited."""
         log_dir.mkdir(parents=True)
+        self._error_file = log_dir / "error.json"
         self._reserve_mark = log_dir / "in_reserve"
         # Open the log unbuffered, so that `logs` and the agent can read every line immediately.
         self._log = (log_dir / "stdout.log").open("wb", buffering=0)
@@ -75,7 +77,7 @@ class Rank:
             parent.STARTED_RANK: str(rank),
             parent.IN_RESERVE: str(self._reserve_mark),
             # The rank writes its cause here (`upstream/cause.py`).
-            "TORCHELASTIC_ERROR_FILE": str(log_dir / "error.json"),
+            "TORCHELASTIC_ERROR_FILE": str(self._error_file),
         }
         self.process = subprocess.Popen(
             command,
@@ -111,6 +113,13 @@ class Rank:
     def is_in_reserve(self) -> bool:
         """Whether the rank is in reserve or, if it has exited, was in reserve."""
         return self._reserve_mark.exists()
+
+    @property
+    def exited_at(self) -> float:
+        """When this rank, which has exited, called `sys.exit`; now if it has not."""
+        with suppress(OSError):
+            return self._error_file.stat().st_mtime
+        return time.time()
 
     def end_children(self) -> None:
         """Stop the processes that a lost rank started, such as checkpoint writers.
@@ -335,12 +344,15 @@ class Keeper:
         return None if board.is_end_reported else fatal
 
     def _note_losses(self) -> None:
-        """Record the ranks that were lost since the last call."""
+        """Record the ranks that have exited since the last call."""
         for rank in self._ranks:
             code = rank.process.poll()
-            # A rank that exits with code 0 has finished, so it is not lost.
-            if code and not rank.is_lost:
-                rank.is_lost = True
+            if code is None or rank.is_noted:
+                continue
+            rank.is_noted = True
+            if code == 0:
+                self._board.note_exit(Loss(rank.rank, code, rank.exited_at))
+            else:
                 rank.end_children()
                 is_early = not self._ranks_met.exists()
                 loss = Loss(
@@ -402,12 +414,13 @@ def main() -> int:
     if fatal_loss is None:
         return 0
     first_rank = sum(counts[: args.node_rank])
-    exit_code = fatal_loss.exit_code
+    exit_code = fatal_loss.exit_code or 1
     # Report the loss in `elastic`'s format, which the agent reads. Errors that the job
     # survived do not explain why it ended.
     failure = {
         "stopped": [],
         "survived": board.survived,
+        "early_exits": board.early_exits,
         "rank": fatal_loss.rank,
         "local_rank": fatal_loss.rank - first_rank,
         "exit_code": exit_code,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -70,6 +71,10 @@ class Losses:
     items: list[Loss] = field(default_factory=list)
     _num_replaced: int = 0
     """Number of lost ranks that the last restart excluded. These ranks come first in `items`."""
+    _exits: list[Loss] = field(default_factory=list)
+    """Ranks that exited with code 0, so they have finished unless the others restart."""
+    _restarted_at: float = -math.inf
+    """Time of the last restart."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -91,8 +96,9 @@ class Losses:
 
     def _is_outlived(self, index: int, loss: Loss) -> bool:
         """Return whether the other ranks could continue after the loss with this index."""
-        # A restart that excludes the lost rank had enough ranks left.
-        is_replaced = index < self._num_replaced
+        # A restart that excludes the lost rank had enough ranks left. An exit with code 0
+        # counts as a loss only after such a restart.
+        is_replaced = index < self._num_replaced or loss.exit_code == 0
         return is_replaced or loss.was_in_reserve
 
     @property
@@ -104,6 +110,11 @@ class Losses:
             if self._is_outlived(index, loss) and loss is not fatal:
                 ranks.append(loss.rank)
         return ranks
+
+    @property
+    def early_exits(self) -> list[int]:
+        """The ranks that exited with code 0 since the last restart, which may stop the job."""
+        return [loss.rank for loss in self._exits]
 
     def add(self, loss: Loss) -> None:
         """Record a loss and report it."""
@@ -126,10 +137,25 @@ class Losses:
             return f"only {self.reserve} ranks were in reserve, so the job stops"
         return f"{num_left} of {self.reserve} ranks remain in reserve"
 
+    def note_exit(self, loss: Loss) -> None:
+        """Record that a rank exited with code 0; it is lost if the others restart after that."""
+        # A rank may exit seconds after it called `sys.exit`, and the others may have
+        # restarted in the meantime.
+        if loss.at < self._restarted_at:
+            self.add(loss)
+            return
+        with self._lock:
+            self._exits.append(loss)
+
     def note_restart(self, num_lost: int) -> None:
         """Record that the ranks restart without the first `num_lost` lost ranks."""
         with self._lock:
             self._num_replaced = num_lost
+            self._restarted_at = time.time()
+            early_exits = self._exits
+            self._exits = []
+        for loss in early_exits:
+            self.add(loss)
 
     def note_step(self) -> None:
         """Record a step. The first step after a restart ends the recovery from its losses."""

@@ -94,6 +94,10 @@ def supervise(
     all_failures = list(failures.values())
     failure = first_failure(all_failures, display.iteration)
     code = failure.code
+    if code == 0:
+        # This rank exited early, so others failed.
+        with_code = [failed for failed in all_failures if failed.code != 0]
+        code = first_failure(with_code).code
     if code < 0:
         # As in a shell: 128 + n after signal n.
         code = 128 - code
@@ -162,7 +166,11 @@ class Watch:
         self.lost: list[int] = []
         """Hosts whose connection was lost before their agent reported."""
         self._survived: dict[int, Failure] = {}
-        """Index of a lost host -> failure, if the job continues without the host."""
+        """Index of a lost host -> failure, if the job continues without the host.
+
+        Also contains hosts whose ranks called `sys.exit(0)`: other ranks may fail because of it."""
+        self._finished: list[str] = []
+        """Names of the hosts whose ranks all exited with code 0."""
         self.stopped_by: int | None = None
         """The signal with which the user stopped the job, if any."""
         self._is_stopping = False
@@ -238,7 +246,12 @@ class Watch:
         is_effect = message["stopped"] and is_job_ending
         is_sure = ending is not None and ending.is_sure
         is_cause = has_failures and is_sure
-        if message["code"] == 0 or (is_effect and not is_cause):
+        if message["code"] == 0:
+            # A keeper also exits with code 0 if another host reports why the job stops.
+            if message["part"] != KEEPER:
+                self._finish_host(index, message, ending)
+            return
+        if is_effect and not is_cause:
             return
         failure = self._failure_of(index, message, ending)
         # A host's ranks are killed along with their keeper.
@@ -246,9 +259,23 @@ class Watch:
         if is_keeper_killed and self._may_continue:
             self._outlive(index, failure)
             return
+        if ending is not None and ending.kind == "effect" and self._finished:
+            names = ", ".join(self._finished)
+            note = f" after the ranks on {names} had exited with exit code 0"
+            failure = replace(failure, note=note)
         self.failures[index] = failure
         # A host that was lost earlier may be the cause.
         self.failures |= self._survived
+
+    def _finish_host(self, index: int, message: Json, ending: Cause | None) -> None:
+        """Record that all ranks on a host exited with code 0, and which one did so early."""
+        self._finished.append(self._plan.hosts[index].name)
+        if ending is None:
+            return
+        self._survived[index] = self._failure_of(index, message, ending)
+        if self.failures:
+            # Ranks on other hosts may have failed because of it.
+            self.failures |= self._survived
 
     def _failure_of(
         self,

@@ -74,15 +74,28 @@ def test_a_loss_and_the_next_step_reach_the_first_host(
     assert not first.is_needed
 
 
+def test_an_early_exit_on_another_host_is_a_loss(store: Any, losses: Losses) -> None:
+    first = first_board(store, losses, [1, 2])
+    other = OtherBoard(Board(connected(store)), 1)
+    other.note_exit(Loss(2, 0, time.time()))
+    other.take_turn()
+    first.take_turn()
+    assert not losses.items
+    first.note_restart(1)
+    assert [(loss.rank, loss.exit_code) for loss in losses.items] == [(2, 0)]
+
+
 def test_the_end_reaches_the_other_host(store: Any, losses: Losses) -> None:
     first = first_board(store, losses, [1, 2])
     other = OtherBoard(Board(connected(store)), 1)
     for rank in (1, 2, 0):
         first.add(Loss(rank, SIGKILL, 1000.0))
+    first.note_exit(Loss(3, 0, 1000.0))
     first.announce_end()
     other.take_turn()
     assert other.fatal == Loss(1, SIGKILL, 1000.0)
     assert other.survived == []
+    assert other.early_exits == [3]
 
 
 def test_the_host_that_reports_an_end_knows_what_the_job_had_survived(

@@ -55,7 +55,8 @@ if ending.startswith("exits"):
     sys.exit(int(ending[5:]))
 time.sleep(1.5)
 line = f"restart 1 in the same processes: {len(sys.argv) - 2} of {len(sys.argv) - 1} ranks are left"
-print("megatron_ext:", line, flush=True)
+if rank == sys.argv.index("goes on") - 1:
+    print("megatron_ext:", line, flush=True)
 print(f" iteration        4/       6 | lm loss: 1.0 | of rank {rank}", flush=True)
 """
 
@@ -93,6 +94,16 @@ def test_a_lost_rank_ends_no_other(tmp_path: Path) -> None:
         loss_in_words(loss),
     )
     assert not (folder / "failure.json").exists()
+
+
+def test_a_rank_that_exits_early_with_code_0_is_lost(tmp_path: Path) -> None:
+    done, folder = keep(tmp_path, 1, "goes on", "exits0", "goes on")
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 was lost (exit code 0): 0 of 1 ranks remain in reserve" in (
+        done.stdout
+    )
+    [loss] = json.loads((folder / "losses.json").read_text())
+    assert (loss["rank"], loss["exit_code"]) == (1, 0)
 
 
 def test_children_of_a_lost_rank_end_with_it(tmp_path: Path) -> None:
@@ -268,6 +279,25 @@ def test_a_lost_rank_in_reserve_is_not_why_a_job_ends(tmp_path: Path) -> None:
     assert (failure["rank"], failure["survived"]) == (2, [1])
 
 
+def test_ranks_that_exit_with_code_0_use_up_the_reserve_if_the_others_restart(
+    tmp_path: Path,
+) -> None:
+    tmp_path.chmod(0o700)
+    losses = Losses(tmp_path, 1, lambda _rank, _text: None)
+    called_exit_at = time.time()
+    losses.note_restart(num_lost=1)
+    losses.note_exit(Loss(1, 0, called_exit_at))  # its process took long to exit
+    losses.note_exit(Loss(2, 0, time.time()))
+    assert [loss.rank for loss in losses.items] == [1]
+    losses.note_step()
+    assert losses.items[0].back_after_s is not None
+    assert losses.fatal is None
+    losses.add(Loss(0, 1, time.time()))  # no rank can replace rank 2
+    assert losses.fatal is not None
+    assert losses.fatal.rank == 0
+    assert losses.survived == [1]
+
+
 def test_the_loss_that_ended_a_job_is_not_one_that_it_survived(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     losses = Losses(tmp_path, 1, lambda _rank, _text: None)
@@ -337,6 +367,17 @@ def test_too_many_losses_end_all_hosts_and_one_of_them_says_why(tmp_path: Path) 
     failure = json.loads((folders[1] / "failure.json").read_text())
     assert (failure["rank"], failure["local_rank"], failure["exit_code"]) == (2, 1, 7)
     assert not (folders[0] / "failure.json").exists()
+
+
+def test_a_host_whose_ranks_have_exited_early_is_reported_by_another(
+    tmp_path: Path,
+) -> None:
+    codes, printed, folders = keep_on_two_hosts(
+        tmp_path, 0, ("exits7 later",), ("exits0",)
+    )
+    assert codes == [7, 0], printed
+    failure = json.loads((folders[0] / "failure.json").read_text())
+    assert (failure["rank"], failure["early_exits"]) == (0, [1])
 
 
 def test_the_first_host_reports_a_loss_of_a_host_that_has_ended(tmp_path: Path) -> None:

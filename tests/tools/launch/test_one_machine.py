@@ -108,6 +108,29 @@ def test_the_rank_with_the_cause_failed_first_though_it_ends_later() -> None:
     assert end in done.stderr
 
 
+LEAVES = """\
+import os, sys, time
+from megatron_ext.errors import PeerDied
+if os.environ["RANK"] == "1":
+    sys.exit(0)
+time.sleep(3)
+raise PeerDied("rank 1 died")
+"""
+
+
+def test_a_host_whose_ranks_exit_early_is_named() -> None:
+    """torchrun reports no failure there, and the rank on the other host only missed its peer."""
+    Path("leaves.py").write_text(LEAVES)
+    Path("hosts").write_text("127.0.0.2 slots=1\n127.0.0.3 slots=1\n")
+    done = run_package("launch", "--hostfile", "hosts", "--", "leaves.py")
+    assert done.returncode == 1
+    end = (
+        "failed first: 127.0.0.3: rank 1 exited early with exit code 0: sys.exit(0) at "
+        "leaves.py:4; logs: "
+    )
+    assert end in done.stderr
+
+
 STOPPED = """\
 import os, signal, sys, time
 from megatron_ext.errors import TransportTimeout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -19,12 +20,14 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
+from megatron_ext.tools.launch import agent as agent_module
 from megatron_ext.tools.launch import runs, supervise
 from megatron_ext.tools.launch.agents import Agents, explain, reach
 from megatron_ext.tools.launch.display import Display
 from megatron_ext.tools.launch.failures import Failure, first_failure
 from megatron_ext.tools.launch.hostfile import Host
 from megatron_ext.tools.launch.plan import JobPlan
+from megatron_ext.tools.launch.run_folder import RunFolder
 from megatron_ext.tools.launch.supervise import Watch
 from megatron_ext.upstream import parent
 from megatron_ext.upstream.cause import Cause
@@ -167,6 +170,39 @@ def test_a_job_that_keeps_going_outlives_another_host_but_not_the_first(
     watch = _watch_of_three_hosts()
     watch._lose_host(1)
     assert sorted(watch.failures) == [1]
+
+
+def test_ranks_that_exit_early_explain_failures_on_other_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = Cause(1, "left", "sys.exit(0) at a.py:3", 1.0, 4, code=0)
+    finished = {**_ended(0), "part": "rank 1", "cause": asdict(left)}
+    missed = Cause(0, "effect", "rank 1 died", 2.0, 5, code=1)
+    failed = {**_ended(1), "part": "rank 0", "cause": asdict(missed)}
+    plan = JobPlan("r1", (Host("a", 1), Host("b", 1)), ("x.py",), "/", sys.executable)
+    for messages in ((finished, failed), (failed, finished)):
+        watch = _watch_of_three_hosts()
+        for message in messages:
+            watch._end_host(int(message is finished), message)
+        monkeypatch.setattr(watch, "run", lambda: None)
+        monkeypatch.setattr(supervise, "Watch", lambda *_, watch=watch: watch)
+        display = Mock(iteration=3, is_stopping=False)
+        outcome = supervise.supervise(Agents(plan), plan, [], display, [])
+        assert (outcome.code, outcome.iteration) == (1, 5)
+        assert str(outcome.failure) == (
+            "b: rank 1 exited early with exit code 0 in iteration 4: sys.exit(0) at a.py:3"
+        )
+
+
+def test_a_failure_names_hosts_whose_ranks_had_exited_without_a_reason() -> None:
+    missed = Cause(0, "effect", "rank 1 died", 2.0, 5, code=1)
+    watch = _watch_of_three_hosts()
+    watch._end_host(1, _ended(0))
+    watch._end_host(0, {**_ended(1), "part": "rank 0", "cause": asdict(missed)})
+    assert str(watch.failures[0]) == (
+        "a: rank 0 ended with exit code 1 in iteration 5 after the ranks on b had exited with "
+        "exit code 0: rank 1 died"
+    )
 
 
 def test_a_job_that_keeps_going_outlives_a_killed_keeper_of_another_host(
@@ -313,6 +349,39 @@ def test_only_the_owner_can_write_to_an_earlier_run_with_local_checkpoints(
         *_, last = messages_of(agent)
     assert last["code"] == 0
     assert (tmp_path / "r0").stat().st_mode & 0o777 == 0o700
+
+
+def test_ranks_that_a_stop_made_exit_explain_nothing(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    for rank, exited_at in ((0, 7.0), (1, 6.0)):
+        ending = Cause(rank, "left", "sys.exit(0) at a.py:3", exited_at, 4, code=0)
+        error_file = tmp_path / f"ranks/x/attempt_0/{rank}/error.json"
+        error_file.parent.mkdir(parents=True)
+        error_file.write_text(json.dumps({"cause": asdict(ending)}))
+    with RunFolder.open(tmp_path) as folder:
+        logs = agent_module._Logs(folder, tmp_path, "torchrun.log", first_rank=0)
+        assert agent_module._early_exit(logs, stopped_at=6.0) == {}
+        report = agent_module._early_exit(logs, stopped_at=8.0)
+    assert (report["part"], report["code"]) == ("rank 1", 0)
+
+
+def test_a_rank_that_only_missed_one_on_another_host_is_not_blamed(
+    tmp_path: Path,
+) -> None:
+    """The keepers know that the other one exited early, though it failed nowhere."""
+    tmp_path.chmod(0o700)
+    missed = Cause(0, "effect", "rank 1 died", 7.0, 4, code=1)
+    error_file = tmp_path / "ranks/x/attempt_0/0/error.json"
+    error_file.parent.mkdir(parents=True)
+    error_file.write_text(json.dumps({"cause": asdict(missed)}))
+    with RunFolder.open(tmp_path) as folder:
+        keeper_report = {"rank": 0, "exit_code": 1, "early_exits": [1]}
+        folder.write_json("failure.json", keeper_report)
+        logs = agent_module._Logs(folder, tmp_path, "torchrun.log", first_rank=0)
+        report = agent_module._failure(logs, is_stopped=False)
+    assert (report["part"], report["code"]) == ("rank 1", 1)
+    assert report["cause"]["kind"] == "left"
+    assert report["cause"]["iteration"] == 4
 
 
 def test_an_agent_leaves_no_zombies_of_orphans_while_its_job_runs(
