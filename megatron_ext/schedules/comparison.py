@@ -169,11 +169,13 @@ def figures(timeline: Timeline) -> dict[str, Any]:
             _number(peak) for peak in timeline.peak_activations_per_rank
         ],
     }
+    if schedule.num_slices > 1:
+        numbers["slices"] = list(schedule.slices)
+        numbers["peak_keys_and_values"] = _number(timeline.keys_and_values)
     numbers["weight_copies"] = schedule.weight_copies
     numbers["p2p_messages"] = timeline.messages
-    for change in take_table_changes({}):
-        for key, value in change.figures(timeline).items():
-            numbers[key] = value if isinstance(value, list) else _number(value)
+    if timeline.costs.all_to_all:
+        numbers["all_to_all_hidden"] = _number(timeline.hidden)
     return numbers
 
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.simulate import Clock, fastest
@@ -31,7 +31,6 @@ from megatron_ext.schedules.table.transforms import ahead
 from megatron_ext.schedules.table.walk import stuck
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Action, Option, Row, Schedule
 
 # The number of micro-batches by which a newly placed order may run ahead of its table.
@@ -70,12 +69,6 @@ class PairChange(TableChange):
         if is_made_for_pairs:
             return marked_pairs(schedule)
         return paired(schedule, costs)
-
-    def figures(self, timeline: Timeline) -> dict[str, Any]:
-        """Return the share of all-to-all that computation hides."""
-        if not timeline.costs.all_to_all:
-            return {}
-        return {"all_to_all_hidden": timeline.hidden}
 
     def flags(self, schedule: Schedule) -> list[str]:
         """Return Megatron's flag that requests pairs."""

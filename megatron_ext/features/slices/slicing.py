@@ -33,7 +33,6 @@ from megatron_ext.schedules.table.validation import check_actions
 from megatron_ext.schedules.table.walk import stuck
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Kind, Row, Schedule, SliceSizes
 
 
@@ -86,16 +85,6 @@ class SliceChange(TableChange):
         if self._num_slices == 1:
             return schedule
         return sliced(schedule, self._num_slices, costs)
-
-    def figures(self, timeline: Timeline) -> dict[str, Any]:
-        """Return the slices' shares and the peak of their keys and values."""
-        schedule = timeline.schedule
-        if schedule.num_slices == 1:
-            return {}
-        return {
-            "slices": list(schedule.slices),
-            "peak_keys_and_values": timeline.keys_and_values,
-        }
 
     def flags(self, schedule: Schedule) -> list[str]:
         """Return the flag for this many slices."""

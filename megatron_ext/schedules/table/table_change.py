@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.feature_list import TABLES
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Option, Schedule, SliceSizes
     from megatron_ext.schedules.table.costs import Costs
 
@@ -64,10 +63,6 @@ class TableChange:
             ScheduleError: The table does not support this feature.
         """
         return schedule
-
-    def figures(self, timeline: Timeline) -> dict[str, Any]:
-        """Return this feature's figures of a simulated table, by their keys in `plan --json`."""
-        return {}
 
     def flags(self, schedule: Schedule) -> list[str]:
         """Return the flags with which a job trains with this feature of a table."""
