@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megatron_ext.observer import Observer
+    from megatron_ext.runtime.data_order import ReadAhead
     from megatron_ext.runtime.program import Table
     from megatron_ext.schedules.table.actions import Action
 
@@ -234,11 +235,8 @@ class Call:
     first_val_step: bool | None
     seq_length: int = 0
     """Number of tokens in a sequence; used only by tables that cut sequences into equal shares."""
-    slice_bounds: Sequence[Sequence[int]] = ()
-    """Micro-batch in the table -> the first token of each slice, followed by the number of tokens.
-    Empty if micro-batches are not sliced, or are cut into equal shares."""
-    packed_bounds: Sequence[tuple[int, ...]] = ()
-    """Micro-batch in the table -> the bounds of its packed samples, if they were read ahead."""
+    read_ahead: ReadAhead | None = None
+    """The step's data, if a feature has read it before the table was generated."""
 
 
 class _Stage(NamedTuple):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megatron_ext.config.active import Pipeline
-    from megatron_ext.runtime.feature import ReportOrder
+    from megatron_ext.runtime.data_order import ReportOrder
     from megatron_ext.runtime.offloading import Offloading
     from megatron_ext.runtime.program import Shapes, Table
 
@@ -151,8 +151,7 @@ def forward_backward(
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
         seq_length=length,
-        slice_bounds=() if read_ahead is None else read_ahead.slice_bounds,
-        packed_bounds=() if read_ahead is None else read_ahead.packed_bounds,
+        read_ahead=read_ahead,
     )
     with _timed(config), _offloading(config, runtimes.offloading, table):
         compute = runtime.run(

@@ -33,7 +33,7 @@ from megatron_ext.runtime.compute import (
 )
 from megatron_ext.runtime.connect import links_of, open_transport
 from megatron_ext.runtime.executor import Executor, num_out_of_order
-from megatron_ext.runtime.feature import DataOrder, Model, ReadAhead, Step, features
+from megatron_ext.runtime.feature import Model, Step, features
 from megatron_ext.runtime.megatron_messages import MegatronPipelines
 from megatron_ext.runtime.offloading import Offloading
 from megatron_ext.runtime.ordering import (
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.config.active import Pipeline
     from megatron_ext.observer import Executed
+    from megatron_ext.runtime.data_order import DataOrder, ReadAhead
     from megatron_ext.schedules.table.actions import Bypass, Schedule
     from megatron_ext.schedules.table.length_cost import LengthCost
 

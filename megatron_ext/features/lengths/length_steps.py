@@ -12,11 +12,12 @@ from megatron_ext.devices import device_of
 from megatron_ext.features.lengths.balanced_step import BalancedStep
 from megatron_ext.features.lengths.replica_exchange import ReplicaExchange
 from megatron_ext.features.lengths.sliced_step import LengthSlicer
-from megatron_ext.runtime.feature import Feature, Model, ReadAhead
+from megatron_ext.runtime.feature import Feature, Model
 from megatron_ext.runtime.lengths import cost_of_model
 from megatron_ext.transport.torch_dist import groups_of_ranks
 
 if TYPE_CHECKING:
+    from megatron_ext.runtime.data_order import ReadAhead
     from megatron_ext.runtime.program import Table
 
 

@@ -56,7 +56,7 @@ class SliceSteps(Feature):
         # A step with only short micro-batches also has bounds, even though nothing is
         # cut. Neither the model checks nor how empty micro-batches run depends on the
         # lengths.
-        if table.schedule.num_slices == 1 and not call.slice_bounds:
+        if table.schedule.num_slices == 1 and call.read_ahead is None:
             return None
         shapes = self.shapes_on_wires(step.shapes)
         compute = SlicedCompute(

@@ -951,7 +951,12 @@ class SlicedCompute(StageCompute):
         call = self.call
         schedule = self.table.schedule
         self._num_slices = schedule.num_slices
-        self._bounds = call.slice_bounds
+        read_ahead = call.read_ahead
+        self._bounds: Sequence[Sequence[int]] = ()
+        packed_bounds: Sequence[tuple[int, ...]] = ()
+        if read_ahead is not None:
+            self._bounds = read_ahead.slice_bounds
+            packed_bounds = read_ahead.packed_bounds
         # With sequence parallelism, tensor-parallel ranks hold equal parts of a slice.
         self._multiple = 1
         if call.config.sequence_parallel:
@@ -967,7 +972,7 @@ class SlicedCompute(StageCompute):
                 self._bounds,
                 self._num_slices,
                 num_padding=self._multiple,
-                packed_bounds=call.packed_bounds,
+                packed_bounds=packed_bounds,
                 required=fields_beyond_tokens(chunk),
                 declared=declared_fields(self._user_step),
             )

@@ -1,0 +1,55 @@
+"""How a feature reads and orders the data of one training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ext.schedules.table.length_cost import LengthCost
+
+
+class ReportOrder(Protocol):
+    """Converts a step's reports to data order."""
+
+    def in_file_order(
+        self,
+        reports: Mapping[int, Any],
+        tensor_parallel: dist.ProcessGroup,
+        chunks: Sequence[torch.nn.Module],
+    ) -> dict[int, Any]:
+        """Re-key reports from the table's micro-batch order to the order of the data."""
+
+
+class DataOrder(ReportOrder, Protocol):
+    """The order in which one training step runs its micro-batches of data."""
+
+    def iterator(self, items: Any) -> Iterator[Any] | None:
+        """Return an iterator over a chunk's micro-batches in this order; None if it has no data."""
+
+
+class ReadAhead(ReportOrder, Protocol):
+    """One training step's data, read and cut into slices before its table is generated."""
+
+    @property
+    def iterators(self) -> Sequence[Iterator[Any] | None]:
+        """Chunk -> an iterator over its micro-batches in table order."""
+
+    @property
+    def slice_bounds(self) -> tuple[tuple[int, ...], ...]:
+        """Micro-batch in the table -> first token of each slice, and the number of tokens."""
+
+    @property
+    def packed_bounds(self) -> tuple[tuple[int, ...], ...]:
+        """Micro-batch in the table -> the bounds of its packed samples; empty without packing."""
+
+    @property
+    def slice_tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Micro-batch in the table -> number of tokens in each slice; identical on all ranks."""
+
+    @property
+    def length_cost(self) -> LengthCost:
+        """Sample length -> cost."""
