@@ -67,11 +67,15 @@ def program_call_of(function: Function) -> Function | None:
 
     It is the function itself, or one that wraps it, with or without `functools.wraps`.
     """
+    return next(program_calls_of(function), None)
+
+
+def program_calls_of(function: Function) -> Iterator[Function]:
+    """Yield the program's functions that run when a method is called, from the outermost one."""
     for link in _links(function):
         package = _place_of(link).partition(".")[0]
         if package not in KNOWN and package not in _NEUTRAL:
-            return link
-    return None
+            yield link
 
 
 def module_of(function: Function) -> str:

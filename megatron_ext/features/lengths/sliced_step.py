@@ -51,7 +51,7 @@ _UNREADABLE = 1 << 30
 
 @dataclass(frozen=True)
 class SlicedStep:
-    """One training step's data on this rank, and its slices (`runtime.feature.ReadAhead`)."""
+    """One training step's data on this rank, and its slices (`runtime.data_order.ReadAhead`)."""
 
     iterators: Sequence[Iterator[Any] | None]
     """[chunk] -> the micro-batches in table order; None if the chunk reads no data."""

@@ -54,8 +54,8 @@ class SkippedHooks:
         """Modules whose own `forward` has been reported."""
         self._classes: WeakSet[type] = WeakSet()
         """Classes whose `forward` or `__call__` has been reported."""
-        self._hooks_of_all_modules: set[str] = set()
-        """Names of the reported hooks on all modules."""
+        self._hooks_of_all_modules: set[int] = set()
+        """Ids of the reported hooks on all modules; names are not unique."""
 
     def log(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Log hooks and calls that a training step skips because plans call only modules' parts.
@@ -71,21 +71,23 @@ class SkippedHooks:
             replaced += self._replaced_calls(path, module)
         if with_hooks:
             report_departure(
-                f"hooks on {', '.join(with_hooks)} do not run: {_REASON}; register the hooks on "
+                f"hooks on {_listed(with_hooks)} do not run: {_REASON}; register the hooks on "
                 f"{_PARTS}, or remove the flag"
             )
         if replaced:
             report_departure(
-                f"the program's {', '.join(replaced)} does not run: {_REASON}; change {_PARTS} "
-                "instead, or remove the flag"
+                f"the program's own functions do not run ({_listed(replaced)}): {_REASON}; "
+                f"change {_PARTS} instead, or remove the flag"
             )
-        names = {name_of(hook) for hook in hooks_of_all_modules()}
-        unreported = sorted(names - self._hooks_of_all_modules)
+        unreported = []
+        for hook in hooks_of_all_modules():
+            if id(hook) not in self._hooks_of_all_modules:
+                self._hooks_of_all_modules.add(id(hook))
+                unreported.append(name_of(hook))
         if unreported:
-            self._hooks_of_all_modules |= names
             kinds = ", ".join(kind.__name__ for kind in _RUN_IN_PARTS)
             report_departure(
-                f"hooks on all modules ({', '.join(unreported)}) do not run on {kinds} and the "
+                f"hooks on all modules ({_listed(unreported)}) do not run on {kinds} and the "
                 f"model itself: {_REASON}; remove the flag if the hooks need them"
             )
 
@@ -120,6 +122,11 @@ class SkippedHooks:
             if function is not None:
                 self._classes.add(kind)
                 yield f"{name} of {kind.__name__} ({name_of(function)})"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the distinct names: every chunk has its own wrappers."""
+    return ", ".join(dict.fromkeys(names))
 
 
 def _modules_in_parts(

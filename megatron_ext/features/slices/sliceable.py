@@ -25,7 +25,7 @@ from megatron_ext.runtime.module_calls import (
     is_of_program,
     module_of,
     name_of,
-    program_call_of,
+    program_calls_of,
     wrappers_around,
 )
 
@@ -188,10 +188,8 @@ def _attached_to(title: str, module: torch.nn.Module) -> Iterator[tuple[str, str
     if getattr(module, "runs_in_slices", False):
         return
     for method in (module.forward, type(module).__call__):
-        function = program_call_of(method)
-        if function is None or getattr(function, "runs_in_slices", False):
-            continue
-        yield f"a function around {title}", f"the function ({name_of(function)})"
+        for function in _undeclared(program_calls_of(method)):
+            yield f"a function around {title}", f"the function ({name_of(function)})"
 
 
 def _is_known(module: torch.nn.Module) -> bool:
@@ -215,7 +213,7 @@ def _gradient_hooks_of(weight: torch.nn.Parameter) -> Iterator[Function]:
 
 
 def _undeclared(functions: Iterable[Function]) -> Iterator[Function]:
-    """Yield the functions that do not declare `runs_in_slices`."""
+    """Yield the functions that do not declare `runs_in_slices`. `functools.wraps` copies it."""
     for function in functions:
         if not getattr(function, "runs_in_slices", False):
             yield function

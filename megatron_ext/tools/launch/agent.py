@@ -373,15 +373,18 @@ def _early_exit(logs: _Logs, stopped_at: float) -> Json:
     was stopped, which explains nothing.
     """
     exits = []
+    all_exited = True
     for ending in cause.read(logs.folder.anchor / "ranks"):
         if ending.kind == "left" and ending.at < stopped_at:
             exits.append(ending)
+        else:
+            all_exited = False
     first = cause.first(exits)
     if first is None:
         return {}
     # torchrun waits for the other hosts before it exits. If it is stopped meanwhile, its own exit
     # code is not 0.
-    return {**_blamed(first, logs), "code": 0}
+    return {**_blamed(first, logs), "code": 0, "all_exited": all_exited}
 
 
 def _blamed(first: Cause, logs: _Logs) -> Json:

@@ -125,9 +125,11 @@ def with_restarts(
         num_missing = num_hosts - len(chosen)
         # With --keep-going, reserve hosts replace missing training hosts.
         num_reserve_hosts = max(0, plan.num_reserve_hosts - num_missing)
+        if completed.reserve is not None:
+            chosen = _in_place(chosen, completed)
         attempt = replace(
             attempt,
-            hosts=_in_place(chosen, completed),
+            hosts=chosen,
             num_reserve_hosts=num_reserve_hosts,
         )
         if attempt.world_size != num_ranks:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.tools.launch.losses import Loss, Losses
+from megatron_ext.tools.launch.losses import CleanExit, Loss, Losses, Restarts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -116,6 +116,7 @@ class FirstBoard:
         self._board = board
         self._losses = losses
         self._ranks_met = ranks_met
+        self._restarts = Restarts()
         self._hosts: dict[int, _Host] = {}
         # The threads that read the ranks' output must not wait for the store, so they append notes
         # here for `take_turn` to write.
@@ -152,14 +153,16 @@ class FirstBoard:
         """Record a loss on this host."""
         self._losses.add(loss)
 
-    def note_exit(self, loss: Loss) -> None:
+    def note_exit(self, rank: int, at: float) -> None:
         """Record that a rank on this host exited with code 0."""
-        self._losses.note_exit(loss)
+        num_restarts = self._restarts.number_before(at)
+        self._losses.note_exit(CleanExit(rank, at, num_restarts))
 
-    def note_restart(self, num_lost: int) -> None:
+    def note_restart(self, number: int, num_lost: int) -> None:
         """Record that the ranks restart without the first `num_lost` lost ranks."""
-        self._losses.note_restart(num_lost)
-        self._notes.append({"kind": "restart", "num_lost": num_lost})
+        self._restarts.note(number)
+        self._losses.note_restart(number, num_lost)
+        self._notes.append({"kind": "restart", "number": number, "num_lost": num_lost})
 
     def note_step(self) -> None:
         """Record a step on one of this host's ranks."""
@@ -170,15 +173,16 @@ class FirstBoard:
         # On a single host, nobody would read the notes.
         while self._hosts and self._notes:
             self._board.write(self._notes.popleft())
-        # These include this host's own notes. Recording a restart twice is harmless.
+        # These include this host's own notes of restarts, which `Losses` knows already.
         for note in self._board.unread():
             kind = note.pop("kind")
             if kind == "loss":
                 self._losses.add(Loss(**note))
             elif kind == "exit":
-                self._losses.note_exit(Loss(**note))
+                self._losses.note_exit(CleanExit(**note))
             elif kind == "restart":
-                self._losses.note_restart(note["num_lost"])
+                self._restarts.note(note["number"])
+                self._losses.note_restart(**note)
             elif kind == "step":
                 self._losses.note_step()
             elif kind == "ended":
@@ -197,10 +201,11 @@ class FirstBoard:
                 self._add_losses_of(host)
 
     def _add_losses_of(self, host: _Host) -> None:
-        lost_before = {loss.rank for loss in self._losses.items}
+        exited = {loss.rank for loss in self._losses.items}
+        exited.update(self.early_exits)
         is_early = not self._ranks_met.exists()
         for rank in host.ranks:
-            if rank not in lost_before:
+            if rank not in exited:
                 loss = Loss(
                     rank,
                     exit_code=_KILLED,
@@ -230,6 +235,7 @@ class OtherBoard:
     def __init__(self, board: Board, host: int) -> None:
         self._board = board
         self._host = host
+        self._restarts = Restarts()
         # The threads that read the ranks' output must not wait for the store, so they append notes
         # here for `take_turn` to write.
         self._notes: deque[Json] = deque()
@@ -249,13 +255,16 @@ class OtherBoard:
         """Report a loss."""
         self._notes.append({"kind": "loss", **asdict(loss)})
 
-    def note_exit(self, loss: Loss) -> None:
+    def note_exit(self, rank: int, at: float) -> None:
         """Report that a rank on this host exited with code 0."""
-        self._notes.append({"kind": "exit", **asdict(loss)})
+        num_restarts = self._restarts.number_before(at)
+        clean_exit = CleanExit(rank, at, num_restarts)
+        self._notes.append({"kind": "exit", **asdict(clean_exit)})
 
-    def note_restart(self, num_lost: int) -> None:
+    def note_restart(self, number: int, num_lost: int) -> None:
         """Report that the ranks restart without the first `num_lost` lost ranks."""
-        self._notes.append({"kind": "restart", "num_lost": num_lost})
+        self._restarts.note(number)
+        self._notes.append({"kind": "restart", "number": number, "num_lost": num_lost})
         self._awaits_step = True
 
     def note_step(self) -> None:
@@ -290,6 +299,7 @@ class OtherBoard:
                     self.survived = note["survived"]
                     self.early_exits = note["early_exits"]
                 elif kind == "restart":
+                    self._restarts.note(note["number"])
                     self._awaits_step = True
         except RuntimeError as error:  # how torch reports store errors
             raise FirstHostLost(str(error)) from error

@@ -14,6 +14,7 @@ to rendezvous, so that the job can lose any rank. The other keepers report their
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -43,7 +44,7 @@ _LAST_NOTES_S = 10.0
 _STEP = re.compile(rb"\biteration +\d+/ *\d+ \|")
 """Matches the line that Megatron logs after a step."""
 _RESTART = re.compile(
-    rb"\brestart \d+ in the same processes: (\d+) of (\d+) ranks are left"
+    rb"\brestart (\d+) in the same processes: (\d+) of (\d+) ranks are left"
 )
 """Matches the line that announces a restart (`megatron_ext/training/survival.py`)."""
 
@@ -102,9 +103,8 @@ class Rank:
                 _show(self.rank, line)
             restart = _RESTART.search(line)
             if restart is not None:
-                num_left = int(restart[1])
-                num_before = int(restart[2])
-                board.note_restart(num_lost=num_before - num_left)
+                number, num_left, num_before = map(int, restart.groups())
+                board.note_restart(number, num_lost=num_before - num_left)
             elif _STEP.search(line):
                 board.note_step()
         self._log.close()
@@ -117,8 +117,10 @@ class Rank:
     @property
     def exited_at(self) -> float:
         """When this rank, which has exited, called `sys.exit`; now if it has not."""
-        with suppress(OSError):
-            return self._error_file.stat().st_mtime
+        # Not the file's time, which may come from a file server's clock.
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            content = json.loads(self._error_file.read_text(encoding="utf-8"))
+            return float(content["cause"]["at"])
         return time.time()
 
     def end_children(self) -> None:
@@ -351,7 +353,7 @@ class Keeper:
                 continue
             rank.is_noted = True
             if code == 0:
-                self._board.note_exit(Loss(rank.rank, code, rank.exited_at))
+                self._board.note_exit(rank.rank, rank.exited_at)
             else:
                 rank.end_children()
                 is_early = not self._ranks_met.exists()

@@ -41,6 +41,38 @@ class Loss:
     """Whether the rank was in reserve, so that no other rank was waiting for it."""
 
 
+@dataclass(frozen=True)
+class CleanExit:
+    """A rank that exited with code 0."""
+
+    rank: int
+    at: float
+    """Time of the exit, in seconds since the epoch."""
+    num_restarts: int
+    """Number of restarts before the exit, as far as the rank's host knew them."""
+
+
+class Restarts:
+    """The restarts that a host knows of. Its own clock orders them and its ranks' exits."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """Number of the last restart."""
+        self._noted_at = -math.inf
+
+    def note(self, number: int) -> None:
+        """Record a restart. Several ranks may report the same one."""
+        if number > self.number:
+            self.number = number
+            self._noted_at = time.time()
+
+    def number_before(self, at: float) -> int:
+        """Return the number of restarts before a time."""
+        # A rank may exit seconds after it called `sys.exit`, and the others may have
+        # restarted in the meantime.
+        return self.number - 1 if at < self._noted_at else self.number
+
+
 def loss_in_words(loss: Json) -> str:
     """Return a description of when and how a rank was lost and how much time the loss cost."""
     clock = time.strftime("%H:%M:%S", time.localtime(loss["at"]))
@@ -71,10 +103,9 @@ class Losses:
     items: list[Loss] = field(default_factory=list)
     _num_replaced: int = 0
     """Number of lost ranks that the last restart excluded. These ranks come first in `items`."""
-    _exits: list[Loss] = field(default_factory=list)
+    _exits: list[CleanExit] = field(default_factory=list)
     """Ranks that exited with code 0, so they have finished unless the others restart."""
-    _restarted_at: float = -math.inf
-    """Time of the last restart."""
+    _num_restarts: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -114,7 +145,7 @@ class Losses:
     @property
     def early_exits(self) -> list[int]:
         """The ranks that exited with code 0 since the last restart, which may stop the job."""
-        return [loss.rank for loss in self._exits]
+        return [clean_exit.rank for clean_exit in self._exits]
 
     def add(self, loss: Loss) -> None:
         """Record a loss and report it."""
@@ -137,25 +168,35 @@ class Losses:
             return f"only {self.reserve} ranks were in reserve, so the job stops"
         return f"{num_left} of {self.reserve} ranks remain in reserve"
 
-    def note_exit(self, loss: Loss) -> None:
+    def note_exit(self, clean_exit: CleanExit) -> None:
         """Record that a rank exited with code 0; it is lost if the others restart after that."""
-        # A rank may exit seconds after it called `sys.exit`, and the others may have
-        # restarted in the meantime.
-        if loss.at < self._restarted_at:
-            self.add(loss)
-            return
         with self._lock:
-            self._exits.append(loss)
+            is_lost = clean_exit.num_restarts < self._num_restarts
+            if not is_lost:
+                self._exits.append(clean_exit)
+        if is_lost:
+            self._add_exit(clean_exit)
 
-    def note_restart(self, num_lost: int) -> None:
-        """Record that the ranks restart without the first `num_lost` lost ranks."""
+    def note_restart(self, number: int, num_lost: int) -> None:
+        """Record that the ranks restart without the first `num_lost` lost ranks.
+
+        Several hosts may report the same restart, which counts once.
+        """
         with self._lock:
+            if number <= self._num_restarts:
+                return
+            self._num_restarts = number
             self._num_replaced = num_lost
-            self._restarted_at = time.time()
             early_exits = self._exits
             self._exits = []
-        for loss in early_exits:
-            self.add(loss)
+        for clean_exit in early_exits:
+            self._add_exit(clean_exit)
+
+    def _add_exit(self, clean_exit: CleanExit) -> None:
+        """Record the loss of a rank that exited with code 0 while the others restarted."""
+        # Its host may have been lost too.
+        if clean_exit.rank not in [loss.rank for loss in self.items]:
+            self.add(Loss(clean_exit.rank, exit_code=0, at=clean_exit.at))
 
     def note_step(self) -> None:
         """Record a step. The first step after a restart ends the recovery from its losses."""

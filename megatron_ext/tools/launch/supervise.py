@@ -268,8 +268,9 @@ class Watch:
         self.failures |= self._survived
 
     def _finish_host(self, index: int, message: Json, ending: Cause | None) -> None:
-        """Record that all ranks on a host exited with code 0, and which one did so early."""
-        self._finished.append(self._plan.hosts[index].name)
+        """Record that ranks on a host exited with code 0, and which one did so early."""
+        if message.get("all_exited", True):
+            self._finished.append(self._plan.hosts[index].name)
         if ending is None:
             return
         self._survived[index] = self._failure_of(index, message, ending)

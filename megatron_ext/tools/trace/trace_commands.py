@@ -129,8 +129,8 @@ def _take_length_costs(args: argparse.Namespace) -> None:
                 setattr(args, name, size)
     args.length_costs = f"{cost.linear:.6g},{cost.quadratic:.6g}"
     print(
-        f"--length-costs {args.length_costs}: seconds over all stages per L and per L^2, for a "
-        f"sample of L tokens; {len(errors)} measurements, median error "
+        f"--length-costs {args.length_costs}: seconds over all stages, per token and per squared "
+        f"length of a sample; {len(errors)} measurements, median error "
         f"{100 * statistics.median(errors):.1f} %",
         file=sys.stderr,
     )

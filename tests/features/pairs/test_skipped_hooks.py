@@ -85,10 +85,10 @@ def test_what_is_attached_to_modules_that_run_in_parts_is_named_once() -> None:
     beginnings = (
         "hooks on decoder, decoder.layers.1 do not run: ",
         "hooks on DistributedDataParallel, decoder.layers.0 do not run: ",
-        "the program's forward of decoder.layers.0 (",
-        "the program's forward of TransformerBlock (",
+        "the program's own functions do not run (forward of decoder.layers.0 (",
+        "the program's own functions do not run (forward of TransformerBlock (",
         "hooks on all modules (logged.<locals>.scale) do not run on ",
-        "the program's __call__ of DistributedDataParallel (",
+        "the program's own functions do not run (__call__ of DistributedDataParallel (",
     )
     [lines] = run_ranks(1, logged)
     for line, beginning in zip(lines, beginnings, strict=True):

@@ -59,7 +59,7 @@ def test_a_loss_and_the_next_step_reach_the_first_host(
     first.take_turn()
     assert [loss.rank for loss in losses.items] == [2]
     assert "1 of 2 ranks remain in reserve" in said[-1]
-    first.note_restart(1)  # rank 0 runs on the first host
+    first.note_restart(1, num_lost=1)  # rank 0 runs on the first host
     first.take_turn()
     other.take_turn()
     assert losses.items[0].back_after_s is None
@@ -77,12 +77,48 @@ def test_a_loss_and_the_next_step_reach_the_first_host(
 def test_an_early_exit_on_another_host_is_a_loss(store: Any, losses: Losses) -> None:
     first = first_board(store, losses, [1, 2])
     other = OtherBoard(Board(connected(store)), 1)
-    other.note_exit(Loss(2, 0, time.time()))
+    other.note_exit(2, time.time())
     other.take_turn()
     first.take_turn()
     assert not losses.items
-    first.note_restart(1)
+    first.note_restart(1, num_lost=1)
     assert [(loss.rank, loss.exit_code) for loss in losses.items] == [(2, 0)]
+
+
+def test_ranks_that_finish_after_a_restart_are_not_lost(
+    store: Any, losses: Losses
+) -> None:
+    """Every host orders its ranks' exits and the restarts by its own clock."""
+    first = first_board(store, losses, [1, 2])
+    other = OtherBoard(Board(connected(store)), 1)
+    first.note_restart(1, num_lost=0)
+    first.take_turn()
+    other.take_turn()
+    first.take_turn()  # reads its own note, too
+    now = time.time()
+    other.note_exit(1, now)
+    other.note_exit(2, now - 600)  # its process took long to exit
+    first.note_exit(0, now)
+    other.note_restart(1, num_lost=0)  # a rank of this host reports it late
+    other.take_turn()
+    first.take_turn()
+    assert [loss.rank for loss in losses.items] == [2]
+    assert first.early_exits == [0, 1]
+
+
+def test_a_rank_that_exits_and_whose_host_is_lost_counts_once(
+    store: Any, losses: Losses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = first_board(store, losses, [1, 2])
+    other = OtherBoard(Board(connected(store)), 1)
+    other.note_exit(2, time.time())
+    other.take_turn()
+    first.take_turn()
+    monkeypatch.setattr(board._Host, "is_silent", True)
+    first._looks_at_s = 0.0
+    first.take_turn()
+    first.note_restart(1, num_lost=2)
+    assert sorted(loss.rank for loss in losses.items) == [1, 2]
 
 
 def test_the_end_reaches_the_other_host(store: Any, losses: Losses) -> None:
@@ -90,7 +126,7 @@ def test_the_end_reaches_the_other_host(store: Any, losses: Losses) -> None:
     other = OtherBoard(Board(connected(store)), 1)
     for rank in (1, 2, 0):
         first.add(Loss(rank, SIGKILL, 1000.0))
-    first.note_exit(Loss(3, 0, 1000.0))
+    first.note_exit(3, 1000.0)
     first.announce_end()
     other.take_turn()
     assert other.fatal == Loss(1, SIGKILL, 1000.0)
@@ -104,7 +140,7 @@ def test_the_host_that_reports_an_end_knows_what_the_job_had_survived(
     first = first_board(store, losses, [1, 4])
     other = OtherBoard(Board(connected(store)), 1)
     first.add(Loss(2, 1, 1000.0))
-    first.note_restart(1)
+    first.note_restart(1, num_lost=1)
     first.note_step()
     for rank in (3, 4):
         first.add(Loss(rank, 1, 2000.0))

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_ext.tools.launch import runs
 from megatron_ext.tools.launch.keeper import STORES
-from megatron_ext.tools.launch.losses import Loss, Losses, loss_in_words
+from megatron_ext.tools.launch.losses import CleanExit, Loss, Losses, loss_in_words
 from megatron_ext.upstream import parent
 from tests.commands import run_python
 from tests.ports import free_port
@@ -220,9 +220,9 @@ def test_only_steps_after_a_restart_count_and_later_losses_are_kept(
     losses.add(Loss(4, 64, 100.0))
     losses.note_step()  # the last one that the others complete
     assert json.loads((tmp_path / "losses.json").read_text())[0]["back_after_s"] is None
-    losses.note_restart(num_lost=1)
+    losses.note_restart(1, num_lost=1)
     losses.add(Loss(2, -64, 100.0))  # during the recovery from the first
-    losses.note_restart(num_lost=2)
+    losses.note_restart(2, num_lost=2)
     losses.note_step()
     losses.add(Loss(0, 1, 200.0))
     records = json.loads((tmp_path / "losses.json").read_text())
@@ -242,7 +242,7 @@ def test_a_rank_that_ends_after_the_others_have_restarted_counts_as_recovered(
     """A rank that fails joins the others' barrier for the restart, and only then ends."""
     tmp_path.chmod(0o700)
     losses = Losses(tmp_path, 2, lambda _rank, _text: None)
-    losses.note_restart(num_lost=1)
+    losses.note_restart(1, num_lost=1)
     losses.note_step()
     losses.add(Loss(1, 1, time.time()))
     losses.note_step()
@@ -265,7 +265,7 @@ def test_a_rank_that_the_others_have_restarted_without_is_not_why_a_job_ends(
     tmp_path.chmod(0o700)
     losses = Losses(tmp_path, 1, lambda _rank, _text: None)
     losses.add(Loss(2, -9, 100.0))  # in reserve
-    losses.note_restart(num_lost=1)
+    losses.note_restart(1, num_lost=1)
     losses.add(Loss(0, 7, 200.0))
     assert losses.fatal is not None
     assert losses.fatal.rank == 0
@@ -284,10 +284,9 @@ def test_ranks_that_exit_with_code_0_use_up_the_reserve_if_the_others_restart(
 ) -> None:
     tmp_path.chmod(0o700)
     losses = Losses(tmp_path, 1, lambda _rank, _text: None)
-    called_exit_at = time.time()
-    losses.note_restart(num_lost=1)
-    losses.note_exit(Loss(1, 0, called_exit_at))  # its process took long to exit
-    losses.note_exit(Loss(2, 0, time.time()))
+    losses.note_restart(1, num_lost=1)
+    losses.note_exit(CleanExit(1, time.time(), num_restarts=0))
+    losses.note_exit(CleanExit(2, time.time(), num_restarts=1))
     assert [loss.rank for loss in losses.items] == [1]
     losses.note_step()
     assert losses.items[0].back_after_s is not None
@@ -303,7 +302,7 @@ def test_the_loss_that_ended_a_job_is_not_one_that_it_survived(tmp_path: Path) -
     losses = Losses(tmp_path, 1, lambda _rank, _text: None)
     losses.note_step()
     losses.add(Loss(3, -9, 100.0))
-    losses.note_restart(num_lost=1)
+    losses.note_restart(1, num_lost=1)
     losses.note_step()
     losses.add(Loss(5, 1, 200.0))
     losses.add(Loss(6, -15, 201.0))
