@@ -57,6 +57,7 @@ time.sleep(1.5)
 line = f"restart 1 in the same processes: {len(sys.argv) - 2} of {len(sys.argv) - 1} ranks are left"
 if rank == sys.argv.index("goes on") - 1:
     print("megatron_ext:", line, flush=True)
+time.sleep(1.5)  # other hosts hear of a restart within a second, and a real one takes longer
 print(f" iteration        4/       6 | lm loss: 1.0 | of rank {rank}", flush=True)
 """
 
