@@ -19,7 +19,7 @@
             and every schedule's step as `plan --trace-dir` predicts it from the trace of 1f1b
             alone, followed by the time and the bytes per event.
 `digests`   processor time that `MEGATRON_EXT_DIGESTS` adds to a step of a GPT on two ranks: the
-            median over all two consecutive steps of which one records.
+            median over rounds of two steps, one of which records.
 `traces`    time and memory for `aggregate` and `report` on the traces of simulated steps: an
             interleaved pipeline of 8 ranks, 8 hosts and 8 replicas, 100 iterations of 1000 spans
             per rank. If the headless browser that the report's tests use is installed, it then

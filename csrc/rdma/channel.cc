@@ -173,21 +173,21 @@ void RdmaChannel::accept_offer(const Offer& offer) {
 /// the same ones in the same order.
 std::vector<std::pair<std::size_t, std::size_t>> RdmaChannel::candidates(const Offer& peer_offer,
                                                                          bool is_first) const {
-    std::vector<std::pair<std::size_t, std::size_t>> usable;
+    std::vector<std::pair<std::size_t, std::size_t>> reachable;
     for (std::size_t i = 0; i < sources_.size(); ++i) {
         for (std::size_t j = 0; j < peer_offer.num_sources; ++j) {
             if (sources_[i].link_layer == peer_offer.sources[j].link_layer &&
                 sources_[i].gid.kind() == peer_offer.target(j).gid.kind()) {
-                usable.emplace_back(i, j);
+                reachable.emplace_back(i, j);
             }
         }
     }
-    const auto rank = [&](const std::pair<std::size_t, std::size_t>& both) {
-        return std::pair(both.first + both.second, is_first ? both.first : both.second);
+    const auto rank = [&](const std::pair<std::size_t, std::size_t>& indices) {
+        return std::pair(indices.first + indices.second, is_first ? indices.first : indices.second);
     };
-    std::sort(usable.begin(), usable.end(),
+    std::sort(reachable.begin(), reachable.end(),
               [&](const auto& left, const auto& right) { return rank(left) < rank(right); });
-    return usable;
+    return reachable;
 }
 
 Arena RdmaChannel::outbox_arena() const { return attach_again(mirror_.fd()); }

@@ -186,6 +186,7 @@ class Pipeline:
     ) -> Schedule:
         """Generate a table; `slices` holds `generate`'s keyword arguments for slices."""
         config = self.config
+        feature_options = config.feature_options | slices
         table = generate(
             self.name,
             self.pp,
@@ -193,7 +194,7 @@ class Pipeline:
             num_microbatches * config.twins,
             config.chunks,
             costs,
-            **in_use(**config.feature_options | slices),
+            **in_use(**feature_options),
             **config.options,
         )
         if not table.slice_sizes and table.num_slices != config.slices:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron_ext import devices
@@ -60,11 +61,11 @@ def question_of(
     Raises:
         ArgumentsError: The sizes are inconsistent, or the run in the folder has different sizes.
     """
-    job = _Job(args, config, device)
-    return job.training(), job.judge()
+    job = _UndecidedJob(args, config, device)
+    return job.training, job.judge()
 
 
-class _Job:
+class _UndecidedJob:
     """A job whose schedule is undecided, as the planner sees it."""
 
     def __init__(
@@ -87,8 +88,9 @@ class _Job:
         undecided = replace(config, schedule=choice.REFERENCE)
         self._reference = completed(vars(args), self._cut, undecided)
 
+    @cached_property
     def training(self) -> Training:
-        """Return the settings that all schedules share."""
+        """The settings that all schedules share."""
         pp = self._cut.sizes.pipeline_model_parallel_size
         # Megatron uses one stage per rank if no flag sets the number, so do not treat 1 as the
         # user's choice.
@@ -125,7 +127,7 @@ class _Job:
             measured = MeasuredCosts.read(folder)
             measured.check_sizes(vars(self._args), folder)
             return choice.ByTable(
-                training=self.training(),
+                training=self.training,
                 measured=measured,
                 reason=f"the times of the run in {folder}",
             )
@@ -135,9 +137,7 @@ class _Job:
             # Without a forecast, compare only the simulated tables and log the reason.
             problem, _, _remedy = str(error).partition("; ")
             reason = f"tables alone ({problem})"
-            return choice.ByTable(
-                training=self.training(), measured=None, reason=reason
-            )
+            return choice.ByTable(training=self.training, measured=None, reason=reason)
 
     @property
     def _has_layers(self) -> bool:
@@ -230,7 +230,7 @@ class _Job:
             replicas=sizes.ranks // (tp * pp * cp),
         )
         return choice.ByForecast(
-            training=self.training(),
+            training=self.training,
             job=question,
             sizes=parallel_sizes,
             has_memory=self._device is not None,

@@ -257,7 +257,7 @@ def inspect(
         num_candidates: As in `preflight`.
     """
     inspection = _Inspection(
-        args,
+        args=args,
         in_job=in_job,
         script_defaults=script_defaults,
         device_kind=device_kind,
@@ -270,7 +270,7 @@ def inspect(
 class _Inspection:
     """The checks of one configuration, which add to `answer`. `run` calls each once, in order."""
 
-    args: Namespace = field(kw_only=False)
+    args: Namespace
     """As in `inspect`. `run` replaces them by a copy before it changes them."""
     in_job: bool
     script_defaults: Mapping[str, Any] | None
@@ -290,7 +290,11 @@ class _Inspection:
             config = requested or flags.pipeline_config(self.args)
             if config.is_automatic:
                 return self._choose(config)
-            self._complete(config)
+            config = completed(vars(self.args), self.cut, config)
+            if config.waiting_weights == "auto":
+                config = self._with_waiting(config)
+            self.config = config
+            answer.config = config
         answer.refusals += missing_flags(self.args, self.script_defaults)
         # Without a configuration there is nothing to check the other settings against.
         if answer.refusals:
@@ -315,14 +319,6 @@ class _Inspection:
         check_restart(answer, self.args, in_job=self.in_job)
         self._report_removed_flags()
         return answer
-
-    def _complete(self, config: PipelineConfig) -> None:
-        """Fill in the configuration's settings that depend on the job."""
-        config = completed(vars(self.args), self.cut, config)
-        if config.waiting_weights == "auto":
-            config = self._with_waiting(config)
-        self.config = config
-        self.answer.config = config
 
     def _with_waiting(self, config: PipelineConfig) -> PipelineConfig:
         """Return a configuration with the number of waiting W that `auto` chooses, and log it."""

@@ -313,9 +313,9 @@ def _gloo(followed: Callable[[], GlooConnections | None]) -> Iterator[Redirect]:
 class GlooConnections:
     """The connections in gloo's groups, which another thread can shut down.
 
-    Each rank in a group listens on a separate port, and any two ranks connect. So a
-    connection belongs to the group if either end uses the port of one of the ranks' listeners. This
-    rule excludes connections that other threads open at the same time.
+    Each rank in a group listens on a separate port, and any two ranks connect. So a connection
+    belongs to the group if either end uses the port of one of the ranks' listeners. This rule
+    excludes connections that other threads open at the same time.
     """
 
     def __init__(self) -> None:
@@ -350,8 +350,8 @@ class GlooConnections:
         store.set(f"megatron_ext/ports/{rank}", ports_text)
         before = open_sockets()
         yield
-        # One of two ranks connects to the other's listener, so either end may have the
-        # listener's port.
+        # One of two ranks connects to the other's listener, so either end may have the listener's
+        # port.
         ports_of_peers: set[int] = set()
         for peer in range(size):
             text = store.get(f"megatron_ext/ports/{peer}").decode()

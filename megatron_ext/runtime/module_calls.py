@@ -36,15 +36,21 @@ def hooks_of(module: torch.nn.Module) -> Iterator[Function]:
     yield from filter(is_of_program, hooks)
 
 
-def hooks_of_all_modules() -> Iterator[Function]:
-    """Yield the hooks that torch runs on every module and that are not Megatron's or ours."""
+def hooks_of_all_modules() -> Iterator[tuple[int, Function]]:
+    """Yield the hooks that torch runs on every module and that are not Megatron's or ours.
+
+    Each result consists of the number that torch gave to the hook, which it never gives again, and
+    the hook.
+    """
     hooks = chain(
-        torch_module._global_forward_pre_hooks.values(),
-        torch_module._global_forward_hooks.values(),
-        torch_module._global_backward_pre_hooks.values(),
-        torch_module._global_backward_hooks.values(),
+        torch_module._global_forward_pre_hooks.items(),
+        torch_module._global_forward_hooks.items(),
+        torch_module._global_backward_pre_hooks.items(),
+        torch_module._global_backward_hooks.items(),
     )
-    yield from filter(is_of_program, hooks)
+    for number, hook in hooks:
+        if is_of_program(hook):
+            yield number, hook
 
 
 def wrappers_around(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:

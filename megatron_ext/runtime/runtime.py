@@ -267,8 +267,8 @@ class Runtime:
         groups = groups_of_ranks(twins, self.pipeline.timeout_s)
         if not twins:
             return None
-        [both] = twins
-        return partial(swapped, groups[both])
+        [rank_and_twin] = twins
+        return partial(swapped, groups[rank_and_twin])
 
     def _check_fit(self, chunks: Sequence[torch.nn.Module]) -> None:
         name = self.pipeline.name

@@ -55,7 +55,7 @@ class SkippedHooks:
         self._classes: WeakSet[type] = WeakSet()
         """Classes whose `forward` or `__call__` has been reported."""
         self._hooks_of_all_modules: set[int] = set()
-        """Ids of the reported hooks on all modules; names are not unique."""
+        """Torch's numbers of the reported hooks on all modules; several may have one name."""
 
     def log(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Log hooks and calls that a training step skips because plans call only modules' parts.
@@ -80,9 +80,9 @@ class SkippedHooks:
                 f"change {_PARTS} instead, or remove the flag"
             )
         unreported = []
-        for hook in hooks_of_all_modules():
-            if id(hook) not in self._hooks_of_all_modules:
-                self._hooks_of_all_modules.add(id(hook))
+        for number, hook in hooks_of_all_modules():
+            if number not in self._hooks_of_all_modules:
+                self._hooks_of_all_modules.add(number)
                 unreported.append(name_of(hook))
         if unreported:
             kinds = ", ".join(kind.__name__ for kind in _RUN_IN_PARTS)

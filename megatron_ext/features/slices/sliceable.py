@@ -162,7 +162,7 @@ def _strangers(chunk: torch.nn.Module) -> Iterator[tuple[str, str]]:
 
     Each result consists of a description and the object on which the user can set `runs_in_slices`.
     """
-    for hook in _undeclared(hooks_of_all_modules()):
+    for hook in _undeclared(hook for _, hook in hooks_of_all_modules()):
         yield "a hook on all modules", f"the hook ({name_of(hook)})"
     for wrapper in wrappers_around(chunk):
         yield from _attached_to(type(wrapper).__name__, wrapper)

@@ -180,9 +180,9 @@ def _in_place(hosts: Sequence[Host], ended: JobPlan) -> tuple[Host, ...]:
 
     A rank finds only the local checkpoints that were saved on its host under its number.
     """
-    others = {host.number: host for host in hosts}
-    staying = [others.pop(host.number, None) for host in ended.training_hosts]
-    newcomers = list(others.values())
+    unplaced = {host.number: host for host in hosts}
+    staying = [unplaced.pop(host.number, None) for host in ended.training_hosts]
+    newcomers = list(unplaced.values())
     ordered = []
     for host in staying:
         if host is not None:
