@@ -54,13 +54,13 @@ from megatron_ext.runtime.program import (
     Peers,
     PipelineEnds,
     make_program,
-    make_table_by_length,
 )
 from megatron_ext.schedules import Costs, simulate
 from megatron_ext.schedules.table.length_cost import LengthCost
 from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.tools.text_table import aligned
 from tests.features.slices.length_training import Job, Trained, train
+from tests.features.slices.step_tables import table_of_step
 from tests.ranks import run_ranks
 
 RANKS = 8
@@ -137,9 +137,7 @@ def measured(name: str, packs: Sequence[Sequence[int]], slice_tokens: int) -> Fi
     config = PipelineConfig(schedule=name, slice_tokens=slice_tokens, transport="shm")
     pipeline = Pipeline(config, RANKS, len(packs))
     begin_s = time.process_time()
-    table = make_table_by_length(
-        pipeline, tokens_of_slices, LENGTH_COST, rank=RANKS // 2
-    )
+    table = table_of_step(pipeline, tokens_of_slices, LENGTH_COST, rank=RANKS // 2)
     make_program(table, ENDS)
     table_s = time.process_time() - begin_s
     costs = Costs(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.roles import Job, Role
     from megatron_ext.observer import Observer
     from megatron_ext.schedules.search.policies import Policy
-    from megatron_ext.schedules.table.actions import Schedule, SliceSizes
+    from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.placement import Placement
 
 _LOG = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Pipeline:
 
     @property
     def margin_by_length(self) -> int:
-        """A dynamic order's margin with slices by length, in units of a step's longest micro-batch.
+        """A dynamic order's margin for tables by length, in units of a step's longest micro-batch.
 
         Other dynamic orders use `dynamic.margin`.
         """
@@ -156,7 +156,7 @@ class Pipeline:
                 would deadlock.
         """
         if num_microbatches not in self._tables:
-            table = self._generated(num_microbatches, self.costs)
+            table = self.generated(num_microbatches, self.costs)
             # Validate generated tables too: an incorrect table from a plug-in would
             # hang the job in the middle of a step.
             validate(table)
@@ -167,26 +167,24 @@ class Pipeline:
             self._tables[num_microbatches] = table
         return self._tables[num_microbatches]
 
-    def schedule_by_length(self, slice_sizes: SliceSizes, costs: Costs) -> Schedule:
-        """Return the table for one step whose micro-batches have slices of these sizes.
-
-        The lengths differ from step to step, so the table is not cached. The caller validates it.
+    def generated(
+        self,
+        num_microbatches: int,
+        costs: Costs,
+        **step_options: Any,
+    ) -> Schedule:
+        """Generate a table, which is neither validated nor cached.
 
         Args:
-            slice_sizes: The slices of each micro-batch.
-            costs: Durations for the longest micro-batch.
+            num_microbatches: Number of micro-batches per replica.
+            costs: The durations that the table is generated for.
+            step_options: Options of features for a single step, passed on to `generate`.
 
         Raises:
-            ScheduleError: The schedule has no table for these slices.
+            ScheduleError: The schedule has no table for these arguments.
         """
-        return self._generated(len(slice_sizes), costs, slice_sizes=slice_sizes)
-
-    def _generated(
-        self, num_microbatches: int, costs: Costs, **slices: Any
-    ) -> Schedule:
-        """Generate a table; `slices` holds `generate`'s keyword arguments for slices."""
         config = self.config
-        feature_options = config.feature_options | slices
+        feature_options = config.feature_options | step_options
         table = generate(
             self.name,
             self.pp,

@@ -200,7 +200,7 @@ class _UndecidedJob:
             )
         full_batch = list(batches.counts)[-1]
         # The flag for pairs is not enough: pairs may still be dropped, for example with
-        # FP4 or packed sequences (`PairRules.completed`).
+        # FP4 or packed sequences.
         techniques = techniques_of_arguments(args)
         techniques = replace(techniques, overlaps_experts=self._reference.pairs)
         question = Question(

@@ -267,7 +267,7 @@ def order_in_words(pipeline: Pipeline) -> str:
     schedule = pipeline.full
     # Convert from activations for one stage to activations for the part of the model on one rank.
     share = schedule.pp / schedule.num_stages
-    if isinstance(policy, Hint) and pipeline.config.slice_tokens is not None:
+    if isinstance(policy, Hint) and pipeline.config.has_table_per_step:
         longest = pipeline.margin_by_length
         bound = f"at most the peak of each step's table (+{longest} of its longest micro-batches)"
     elif isinstance(policy, Hint):

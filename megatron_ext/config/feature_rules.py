@@ -26,6 +26,8 @@ class FeatureRules:
 
     texts: ClassVar[Mapping[str, str]] = {}
     """Rules about Megatron's settings by group, in the notation of `megatron_ext/rules.py`."""
+    summation_reason: ClassVar[str] = ""
+    """Why two runs with different `summation` may compute different numbers."""
 
     def mistake(self, config: PipelineConfig) -> str | None:
         """Return what is wrong with the feature's own settings, or None.
@@ -76,6 +78,22 @@ class FeatureRules:
         Raises:
             ArgumentsError: A program built the object with other settings than the table needs.
         """
+
+    def summation(
+        self,
+        config: PipelineConfig,
+        pp: int,
+    ) -> dict[str, int | str]:
+        """Return the settings that determine the order in which a run sums over tokens.
+
+        Runs on `pp` pipeline ranks with equal settings sum in the same order. The keys are
+        descriptions, such as `slices`. Settings with their defaults may be left out.
+        """
+        return {}
+
+    def recorded(self, config: PipelineConfig) -> dict[str, Any]:
+        """Return the settings that a trace records."""
+        return {}
 
     def remarks(self, pipeline: Pipeline, table: Schedule) -> Iterator[str]:
         """Yield clauses for the log line about the pipeline that runs."""

@@ -298,6 +298,11 @@ class PipelineConfig:
         return self.slices > 1 or self.slice_tokens is not None
 
     @property
+    def has_table_per_step(self) -> bool:
+        """Whether each step's table is generated from the lengths in the step's data."""
+        return self.slice_tokens is not None
+
+    @property
     def feature_options(self) -> dict[str, Any]:
         """The features' options for `schedules.generate`."""
         return {"pairs": self.pairs, "slices": self.slices}

@@ -301,7 +301,7 @@ def slots_of(pipeline: Pipeline, bypasses: tuple[Bypass, ...] = ()) -> int:
         margin = pipeline.dynamic.margin
     schedule = replace(pipeline.full, bypasses=bypasses)
     slots = arena_slots(schedule, margin, pipeline.config.stash_ratio)
-    if pipeline.config.slice_tokens is not None:
+    if pipeline.config.has_table_per_step:
         # Enough for twice the messages in flight in both directions, if the longest
         # micro-batch in a step has two slices per rank. With more slices, messages wait
         # at the sender.

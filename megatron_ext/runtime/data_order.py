@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from megatron_ext.schedules.table.length_cost import LengthCost
+    from megatron_ext.config.active import Pipeline
+    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.schedules.table.costs import Costs
 
 
 class ReportOrder(Protocol):
@@ -32,7 +34,7 @@ class DataOrder(ReportOrder, Protocol):
 
 
 class ReadAhead(ReportOrder, Protocol):
-    """One training step's data, read and cut into slices before its table is generated."""
+    """One training step's data, read before the step's table, which depends on it, is generated."""
 
     @property
     def iterators(self) -> Sequence[Iterator[Any] | None]:
@@ -47,9 +49,12 @@ class ReadAhead(ReportOrder, Protocol):
         """Micro-batch in the table -> the bounds of its packed samples; empty without packing."""
 
     @property
-    def slice_tokens(self) -> tuple[tuple[int, ...], ...]:
-        """Micro-batch in the table -> number of tokens in each slice; identical on all ranks."""
+    def table_key(self) -> Hashable:
+        """Equal for steps with the same table, and for all ranks of a step."""
 
-    @property
-    def length_cost(self) -> LengthCost:
-        """Sample length -> cost."""
+    def schedule(self, pipeline: Pipeline) -> tuple[Schedule, Costs]:
+        """Generate the step's table, and return it with the durations that it is made for.
+
+        Raises:
+            ScheduleError: No order was found.
+        """

@@ -129,10 +129,7 @@ def forward_backward(
         read_ahead = runtime.read_ahead(iterators, num_microbatches)
     report_order: ReportOrder | None = read_ahead
     if read_ahead is not None:
-        table = runtime.table_by_length(
-            read_ahead.slice_tokens,
-            read_ahead.length_cost,
-        )
+        table = runtime.table_of_step(read_ahead)
         iterators = list(read_ahead.iterators)
     else:
         table = runtime.table(num_microbatches, backward=not forward_only)

@@ -20,7 +20,7 @@ from megatron_ext.schedules.table.communication import (
     exchanges,
     reduction_order,
 )
-from megatron_ext.schedules.table.costs import MAX_ATTENTION, UNIT, Costs
+from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.memory import most_alive, most_bypasses
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.transport.base import Expected
@@ -28,8 +28,8 @@ from megatron_ext.transport.base import Expected
 if TYPE_CHECKING:
     from megatron_ext.config.active import Choice, Pipeline
     from megatron_ext.message import Message
+    from megatron_ext.runtime.data_order import ReadAhead
     from megatron_ext.schedules.table.actions import Action, Bypass, Schedule
-    from megatron_ext.schedules.table.length_cost import LengthCost
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,8 @@ class Table:
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
         """(stage, micro-batch) of each backward pass that has a W; all others run whole."""
-        # `SlicedCompute` numbers all slices in a step consecutively, as if they were micro-batches.
+        # The objects that compute slices number all slices in a step consecutively, as if they were
+        # micro-batches.
         num_slices = self.schedule.num_slices
         split_backwards: set[tuple[int, int]] = set()
         for action in self.schedule.rows[self.rank]:
@@ -158,31 +159,19 @@ def make_table(
     return table
 
 
-def make_table_by_length(
+def make_table_of_step(
     pipeline: Pipeline,
-    slice_tokens: Sequence[Sequence[int]],
-    length_cost: LengthCost,
+    read_ahead: ReadAhead,
     rank: int,
     *,
     bypasses: tuple[Bypass, ...] = (),
 ) -> Table:
-    """Generate and validate the table for a step whose micro-batches have these slices.
-
-    `slice_tokens` contains, for each micro-batch, the number of tokens in each slice.
+    """Generate and validate the table for a step whose data has been read ahead.
 
     Raises:
         ScheduleError: No order was found.
     """
-    # Avoid dividing by 0 if all micro-batches in the step are empty.
-    longest = max(map(sum, slice_tokens)) or 1
-    slice_sizes = []
-    for widths in slice_tokens:
-        sizes = tuple(tokens / longest for tokens in widths)
-        slice_sizes.append(sizes)
-    attention_share = length_cost.attention_share(longest)
-    attention = min(attention_share, MAX_ATTENTION)
-    costs = replace(pipeline.costs, attention=attention)
-    schedule = pipeline.schedule_by_length(tuple(slice_sizes), costs)
+    schedule, costs = read_ahead.schedule(pipeline)
     table = _training_table(pipeline, schedule, costs, rank, bypasses)
     if pipeline.transport == "torch":
         check_queues(table.schedule, table.order)

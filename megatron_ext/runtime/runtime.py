@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -52,7 +52,7 @@ from megatron_ext.runtime.program import (
     check_same_table,
     make_program,
     make_table,
-    make_table_by_length,
+    make_table_of_step,
 )
 from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.sync import Sync, TrainingSync
@@ -68,13 +68,11 @@ if TYPE_CHECKING:
     from megatron_ext.observer import Executed
     from megatron_ext.runtime.data_order import DataOrder, ReadAhead
     from megatron_ext.schedules.table.actions import Bypass, Schedule
-    from megatron_ext.schedules.table.length_cost import LengthCost
 
 _LOG = logging.getLogger(__name__)
 
-_MAX_TABLES_BY_LENGTH = 4
-_SliceTokens = tuple[tuple[int, ...], ...]
-"""Micro-batch -> number of tokens in each slice."""
+_MAX_TABLES_OF_STEPS = 4
+"""How many tables that depend on a step's data are kept."""
 
 
 @dataclass
@@ -90,16 +88,16 @@ class Measured(Observer):
     wall_s: float = 0.0
     """Time spent in steps, in seconds."""
     peak_live: float = 0
-    """Peak number of live stage activations. With slices by length, the unit is the activation of
-    the longest micro-batch in the step."""
+    """Peak number of live stage activations. If the table depends on the step's lengths, the unit
+    is the activation of the longest micro-batch in the step."""
     tables_s: float = 0.0
-    """Time, in seconds, that steps spent waiting for tables by length and for everything computed
+    """Time, in seconds, that steps spent waiting for their own tables and for everything computed
     from them."""
     _schedule: Schedule | None = field(default=None, init=False, repr=False)
     """The table of the step in progress."""
 
     def begin_step(self, compute: StageCompute) -> None:
-        """Keep the table, because slice sizes may differ between steps."""
+        """Keep the table, because it may differ between steps."""
         self._schedule = compute.table.schedule
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
@@ -215,9 +213,9 @@ class Runtime:
             )
         self.measured = Measured()
         self._tables: dict[tuple[int, bool], Table] = {}
-        # Slice sizes in tokens, [micro_batch][slice] -> table. Only the tables of the
-        # latest steps with slices by length are kept.
-        self._tables_by_length: dict[_SliceTokens, Table] = {}
+        # `ReadAhead.table_key` -> table, for the latest steps whose tables depend on
+        # their data.
+        self._tables_of_steps: dict[Hashable, Table] = {}
         # Table -> its latest program, with the ends that it was built for.
         self._programs: dict[Table, tuple[PipelineEnds, Program]] = {}
         # Tables that were checked for layers that overwrite their first gradients.
@@ -340,12 +338,8 @@ class Runtime:
                 return read_ahead
         return None
 
-    def table_by_length(
-        self,
-        slice_tokens: _SliceTokens,
-        length_cost: LengthCost,
-    ) -> Table:
-        """Return the table for a step whose slices depend on the lengths of its micro-batches.
+    def table_of_step(self, read_ahead: ReadAhead) -> Table:
+        """Return the table for a step whose table depends on its data.
 
         If the table is new, this call is collective over the pipeline-, data- and tensor-parallel
         groups.
@@ -353,30 +347,30 @@ class Runtime:
         Raises:
             ScheduleError: No order was found, or the tables differ between ranks.
         """
-        table = self._tables_by_length.pop(slice_tokens, None)
+        key = read_ahead.table_key
+        table = self._tables_of_steps.pop(key, None)
         if table is None:
             with self._making_table():
-                table = make_table_by_length(
+                table = make_table_of_step(
                     self.pipeline,
-                    slice_tokens,
-                    length_cost,
+                    read_ahead,
                     self.rank,
                     bypasses=self.bypasses,
                 )
                 self._agree_on(table)
         # Keep only the latest tables, with the most recent one last: few steps have the
         # same lengths, and tables use memory.
-        self._tables_by_length[slice_tokens] = table
-        if len(self._tables_by_length) > _MAX_TABLES_BY_LENGTH:
-            oldest_slice_tokens = next(iter(self._tables_by_length))
-            oldest = self._tables_by_length.pop(oldest_slice_tokens)
+        self._tables_of_steps[key] = table
+        if len(self._tables_of_steps) > _MAX_TABLES_OF_STEPS:
+            oldest_key = next(iter(self._tables_of_steps))
+            oldest = self._tables_of_steps.pop(oldest_key)
             self._programs.pop(oldest, None)
             self._checked.discard(oldest)
         return table
 
     @contextmanager
     def _making_table(self) -> Iterator[None]:
-        """Measure how long it takes to build a table by length, with garbage collection disabled.
+        """Measure how long it takes to build a step's table, with garbage collection disabled.
 
         The table's many small objects would trigger full collections, and each collection would
         spend more time traversing Megatron's objects than building the table takes.
@@ -691,14 +685,14 @@ def log_statistics(*, of_all: bool = True) -> None:
             idle = 100 * (1 - together.busy_s / whole_s)
             figures.append(f"{idle:.1f} % of the time idle")
         activations = together.peak_live * schedule.pp / schedule.num_stages
-        if pipeline.config.slice_tokens is None:
-            figures.append(f"at most {activations:g} activations")
-        else:
+        if pipeline.config.has_table_per_step:
             figures.append(
                 f"activations of at most {activations:g} longest micro-batches of a step"
             )
             table_ms = 1000 * together.tables_s / together.steps
             figures.append(f"{table_ms:.1f} ms per step to generate its table")
+        else:
+            figures.append(f"at most {activations:g} activations")
         # Use WARNING, because Python hides all lower levels if logging is not configured.
         _LOG.warning(
             "pipeline schedule: %s, order by %s, measured over %d steps%s: %s",

@@ -14,8 +14,7 @@ class WeightGradient(ABC):
     """The deferred gradients of a layer's weights; most layers have only one weight.
 
     Except with Transformer Engine, the operands stay alive as long as this object does, because W
-    may run in a stream other than the one that owns their memory
-    (`features/pairs/waiting_weights.py`).
+    may run in a stream other than the one that owns their memory.
     """
 
     weights: Sequence[Any]

@@ -37,7 +37,7 @@ ROUNDING = "MEGATRON_EXT_DIGESTS_ROUNDING"
 OPERATORS = "MEGATRON_EXT_DIGESTS_OPERATORS"
 """Environment variable: the place whose operators are recorded instead of digests
 (`operator_files.py`)."""
-FORMAT = 4
+FORMAT = 5
 """Increased whenever older readers could misread a file."""
 FILE_NAME = "digests-rank-{:05d}.jsonl"
 RESTARTED_FILE_NAME = "digests-rank-{:05d}-restart-{}.jsonl"
@@ -81,10 +81,9 @@ class Header:
     micro-batch's loss is a mean, divided by the number of micro-batches."""
     schedule: str = MEGATRONS
     """The schedule that the configuration requests."""
-    slices: int = 1
-    slice_tokens: int | str = 0
-    """Number of tokens in a slice if micro-batches are sliced by length, or how this number is
-    chosen; otherwise 0."""
+    summation: dict[str, int | str] = field(default_factory=dict)
+    """Settings of features that determine the order of sums over tokens
+    (`FeatureRules.summation`)."""
     routing: str = ""
     """How activations are routed between twins, for schedules with twins."""
     balance: str = "off"

@@ -29,7 +29,7 @@ from megatron.core import parallel_state as groups
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_ext.config import active
-from megatron_ext.config.pipeline_config import AUTO
+from megatron_ext.config.feature_rules import feature_rules
 from megatron_ext.observer import Observer
 from megatron_ext.tracing.digest_files import (
     MEGATRONS,
@@ -100,11 +100,11 @@ def _header(configuration: Active, chunks: Sequence[torch.nn.Module]) -> Header:
     if pipeline is not None:
         config = pipeline.config
         fields["schedule"] = pipeline.name
-        fields["slices"] = config.slices
-        fields["slice_tokens"] = config.slice_tokens or 0
-        if config.slice_tokens == AUTO:  # the choice depends on the number of ranks
-            fields["slice_tokens"] = f"{AUTO} on {pipeline.pp} ranks"
         fields["balance"] = config.balance
+        summation: dict[str, int | str] = {}
+        for rules in feature_rules():
+            summation |= rules.summation(config, pipeline.pp)
+        fields["summation"] = summation
         if pipeline.placement.twin_hops:
             fields["routing"] = "twin"
     rank = torch.distributed.get_rank()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext import devices
 from megatron_ext.config.batches import batches_of
+from megatron_ext.config.feature_rules import feature_rules
 from megatron_ext.config.sizes import layout_text
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import default_schedule, generate
@@ -180,15 +181,11 @@ def settings_of(configuration: Active, args: Any) -> dict[str, Any]:
     if pipeline is not None:
         settings["pipeline_schedule"] = pipeline.name
         settings["stash_ratio"] = pipeline.config.stash_ratio
-        settings["pairs"] = pipeline.config.pairs
-        if pipeline.config.num_waiting:
-            settings["waiting_weights"] = pipeline.config.num_waiting
-        by_length = pipeline.config.slice_tokens is not None
-        if by_length:
-            settings["slice_tokens"] = pipeline.config.slice_tokens
+        for rules in feature_rules():
+            settings |= rules.recorded(pipeline.config)
         if pipeline.dynamic is not None:
             settings["dpp_policy"] = pipeline.dynamic.policy
-            if by_length:
+            if pipeline.config.has_table_per_step:
                 margin = pipeline.margin_by_length
             else:
                 margin = pipeline.dynamic.margin

@@ -5,10 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.feature_rules import FeatureRules
 from megatron_ext.config.flags import with_flags
+from megatron_ext.config.pipeline_config import AUTO
 from megatron_ext.config.refusals import Refusal
 from megatron_ext.errors import ScheduleError
 from megatron_ext.features.lengths.length_slices import SLICED_BY_LENGTH
@@ -43,6 +44,7 @@ class LengthRules(FeatureRules):
     """Checks the settings of `balance`, `slice_tokens` and `length_costs`."""
 
     texts = _TEXTS
+    summation_reason = "micro-batches ordered or cut by length are summed in a different order"
 
     def mistake(self, config: PipelineConfig) -> str | None:
         """Return why lengths can determine neither the order nor the slices of micro-batches."""
@@ -99,6 +101,28 @@ class LengthRules(FeatureRules):
                         ScheduleError,
                     )
                 )
+
+    def summation(
+        self,
+        config: PipelineConfig,
+        pp: int,
+    ) -> dict[str, int | str]:
+        """Return the order of the micro-batches and the number of tokens per slice."""
+        settings: dict[str, int | str] = {}
+        if config.balance != "off":
+            settings["balance"] = config.balance
+        if config.slice_tokens == AUTO:
+            # The choice depends on the number of ranks.
+            settings["tokens per slice"] = f"{AUTO} on {pp} ranks"
+        elif config.slice_tokens is not None:
+            settings["tokens per slice"] = config.slice_tokens
+        return settings
+
+    def recorded(self, config: PipelineConfig) -> dict[str, Any]:
+        """Return the number of tokens per slice."""
+        if config.slice_tokens is None:
+            return {}
+        return {"slice_tokens": config.slice_tokens}
 
     def remarks(self, pipeline: Pipeline, table: Schedule) -> Iterator[str]:
         """Say that the figures in the log are for whole micro-batches."""

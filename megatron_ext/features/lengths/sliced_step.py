@@ -34,11 +34,15 @@ from megatron_ext.features.lengths.length_slices import (
     rising,
     slices_needed,
 )
+from megatron_ext.features.lengths.length_tables import schedule_by_length
 from megatron_ext.runtime.lengths import packed_bounds_in, sample_lengths
 
 if TYPE_CHECKING:
+    from megatron_ext.config.active import Pipeline
     from megatron_ext.features.lengths.replica_exchange import ReplicaExchange
     from megatron_ext.runtime.feature import Model
+    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.schedules.table.costs import Costs
     from megatron_ext.schedules.table.length_cost import LengthCost
 
 _LOG = logging.getLogger(__name__)
@@ -65,6 +69,15 @@ class SlicedStep:
     slice_tokens: tuple[tuple[int, ...], ...]
     """[micro-batch in the table][slice] -> the largest number of tokens on any replica."""
     length_cost: LengthCost
+
+    @property
+    def table_key(self) -> tuple[tuple[int, ...], ...]:
+        """The largest numbers of tokens, from which the table is generated."""
+        return self.slice_tokens
+
+    def schedule(self, pipeline: Pipeline) -> tuple[Schedule, Costs]:
+        """Generate the step's table; see `ReadAhead.schedule`."""
+        return schedule_by_length(pipeline, self.slice_tokens, self.length_cost)
 
     def in_file_order(
         self,

@@ -165,6 +165,13 @@ class PairRules(FeatureRules):
                 f"overlap_moe_expert_parallel_comm={overlaps}; set both to the same value"
             )
 
+    def recorded(self, config: PipelineConfig) -> dict[str, Any]:
+        """Return whether the job runs pairs, and how many W may wait."""
+        settings: dict[str, Any] = {"pairs": config.pairs}
+        if config.num_waiting:
+            settings["waiting_weights"] = config.num_waiting
+        return settings
+
     def remarks(self, pipeline: Pipeline, table: Schedule) -> Iterator[str]:
         """Say how many W wait for idle time."""
         num_waiting = pipeline.config.num_waiting

@@ -61,12 +61,12 @@ class PairChange(TableChange):
         schedule: Schedule,
         costs: Costs,
         *,
-        is_made_for_pairs: bool,
+        alternates: bool,
     ) -> Schedule:
         """Return the table with pairs. Its order is kept if the generator made it for pairs."""
         if not self._is_on:
             return schedule
-        if is_made_for_pairs:
+        if alternates:
             return marked_pairs(schedule)
         return paired(schedule, costs)
 

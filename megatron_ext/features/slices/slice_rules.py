@@ -88,6 +88,7 @@ class SliceRules(FeatureRules):
     """Checks the settings of slices."""
 
     texts = _TEXTS
+    summation_reason = "slices sum over a micro-batch's tokens in a different order"
 
     def mistake(self, config: PipelineConfig) -> str | None:
         """Return why micro-batches cannot be cut into these slices."""
@@ -169,3 +170,11 @@ class SliceRules(FeatureRules):
             if getattr(args, "sequence_parallel", False):
                 divisor = args.tensor_model_parallel_size
             token_bounds(even, seq_length, divisor)
+
+    def summation(
+        self,
+        config: PipelineConfig,
+        pp: int,
+    ) -> dict[str, int | str]:
+        """Return the number of slices."""
+        return {"slices": config.slices} if config.slices > 1 else {}

@@ -79,7 +79,7 @@ class SliceChange(TableChange):
         schedule: Schedule,
         costs: Costs,
         *,
-        is_made_for_pairs: bool,
+        alternates: bool,
     ) -> Schedule:
         """Return the table with slices."""
         if self._num_slices == 1:
@@ -110,7 +110,7 @@ class LengthChange(TableChange):
         schedule: Schedule,
         costs: Costs,
         *,
-        is_made_for_pairs: bool,
+        alternates: bool,
     ) -> Schedule:
         """Return the table with slices."""
         if not self._slice_sizes:

@@ -51,9 +51,9 @@ class Generator:
     """The options (and `chunks`) of every variant shown when all schedules are compared."""
     twins: int = 1
     """2 if two mirrored pipelines share the ranks, each running half of the micro-batches."""
-    pairs: bool = False
-    """Whether forward and backward passes already alternate, in which case pairs only need to be
-    marked."""
+    alternates: bool = False
+    """Whether the generator already places forward and backward passes next to each other, so that
+    no feature needs to move them."""
     needs_costs: bool = False
     """Whether the table depends on costs. If so, they are the generator's last argument."""
     listed: bool = True
@@ -194,8 +194,7 @@ def generate(
             must match the number in the file.
         chunks: Number of stages per rank, if the schedule lets the user choose it.
         costs: Durations that features and generators with `needs_costs` optimise the table for.
-        options: Options for the generator and for features (`feature_list.TABLES`), such as
-            `slices=4` or `pairs=True`.
+        options: Options for the generator and for features (`feature_list.TABLES`).
 
     Raises:
         ScheduleError: No table exists for these sizes; the message states the rule and suggests
@@ -255,7 +254,7 @@ def generate(
     else:
         schedule = generator.build(*arguments, **complete_options)
     for change in changes:
-        schedule = change.change(schedule, costs, is_made_for_pairs=generator.pairs)
+        schedule = change.change(schedule, costs, alternates=generator.alternates)
     return schedule
 
 

@@ -28,7 +28,7 @@ from megatron_ext.schedules.table.actions import Schedule
 @register(
     "dualpipe",
     num_chunks=2,
-    pairs=True,
+    alternates=True,
     twins=2,
 )
 def dualpipe(pp: int, num_microbatches: int) -> Schedule:

@@ -31,7 +31,7 @@ from megatron_ext.schedules.table import placement
 from megatron_ext.schedules.table.actions import Row, Schedule
 
 
-@register("dualpipe-v", num_chunks=2, pairs=True)
+@register("dualpipe-v", num_chunks=2, alternates=True)
 def dualpipe_v(pp: int, num_microbatches: int) -> Schedule:
     """Return DualPipeV's table."""
     rows = step_lists(pp, num_microbatches)

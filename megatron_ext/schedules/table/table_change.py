@@ -55,9 +55,11 @@ class TableChange:
         schedule: Schedule,
         costs: Costs,
         *,
-        is_made_for_pairs: bool,
+        alternates: bool,
     ) -> Schedule:
         """Return a generated table with this feature applied.
+
+        `alternates` says whether forward and backward passes are already next to each other.
 
         Raises:
             ScheduleError: The table does not support this feature.
@@ -81,7 +83,7 @@ def _classes() -> Mapping[str, type[TableChange]]:
 
 
 def in_use(**options: Option | SliceSizes) -> dict[str, Any]:
-    """Return the features' options without those that are off, such as `slices=1`.
+    """Return the features' options without those that are off, which do nothing.
 
     The modules of unused features are therefore not imported.
     """

@@ -59,8 +59,6 @@ _SIZES = {
     "tensor_size": "tensor-parallel ranks",
     "context_size": "context-parallel ranks",
     "expert_size": "expert-parallel ranks",
-    "slices": "slices",
-    "slice_tokens": "tokens per slice",
 }
 """Header field -> its description. These fields determine the summation order for every tensor."""
 LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)(?:\.(?P<module>.*))?")
@@ -862,6 +860,16 @@ class _Comparing:
             second_size = getattr(second, name)
             if first_size != second_size:
                 return f"the runs have {first_size} and {second_size} {description}"
+        for description in sorted(first.summation.keys() | second.summation.keys()):
+            first_setting = first.summation.get(description)
+            second_setting = second.summation.get(description)
+            if first_setting is None or second_setting is None:
+                setting = first_setting or second_setting
+                return f"only one of the runs has {setting} {description}"
+            if first_setting != second_setting:
+                return (
+                    f"the runs have {first_setting} and {second_setting} {description}"
+                )
         # With mirrored pipelines, the order in which experts sum over tokens depends on
         # which twin each token is routed to.
         if first.routing != second.routing and first.expert_size > 1:

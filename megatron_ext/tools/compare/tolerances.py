@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.config.cut import UserCut
-from megatron_ext.config.pipeline_config import AUTO
+from megatron_ext.config.feature_rules import feature_rules
 from megatron_ext.schedules.table.placement import loop
 from megatron_ext.tools.compare.locate import LEARNED_MARGIN, ORDER_OF_REPLICAS
 
@@ -74,8 +74,6 @@ REASONS = {
     "dropout": "dropout draws different masks; add --hidden-dropout 0 --attention-dropout 0 to "
     "judge",
     "flags": "Megatron's flags differ, so sums may be accumulated in a different order",
-    "lengths": "--pipeline-balance sums over micro-batches in a different order",
-    "slices": "slices sum over a micro-batch's tokens in a different order",
     "merged": "merged forward ranks sum over a layer's width in a different order",
     "twins": "mirrored pipelines split the micro-batches, so sums use a different order",
     "clip": "the norm that clips gradients is summed over different ranks; losses are exact with "
@@ -83,7 +81,8 @@ REASONS = {
     "replicas": ORDER_OF_REPLICAS,
     "norm": "the reported gradient norm is summed over different ranks",
 }
-"""What differs between two runs, in the order of the checks -> why their numbers may differ."""
+"""What differs between two runs, in the order of the checks -> why their numbers may differ. For
+`tokens`, checked after `flags`, a feature knows the reason (`FeatureRules.summation_reason`)."""
 
 
 class Tolerance(NamedTuple):
@@ -133,21 +132,25 @@ def promise(reference: Preflight, candidate: Preflight, *, same_flags: bool) -> 
     kind = _difference(reference, candidate, same_flags=same_flags)
     if kind is None:
         return Promise(0.0, 0.0)
+    if kind == "tokens":
+        reason = _token_order_reason(reference, candidate)
+    else:
+        reason = REASONS[kind]
     if kind == "dropout":
-        return Promise(None, None, REASONS[kind])
+        return Promise(None, None, reason)
     if kind == "norm":
-        return Promise(0.0, NORM_ROUNDING, REASONS[kind])
+        return Promise(0.0, NORM_ROUNDING, reason)
     settings = reference.checked_args
     half_flags = ("bf16", "fp16", "fp8", "fp4")
     is_half = any(getattr(settings, name, None) for name in half_flags)
     tolerance = TOLERANCES["half"] if is_half else TOLERANCES["single"]
-    return Promise(tolerance.loss, tolerance.norm, REASONS[kind])
+    return Promise(tolerance.loss, tolerance.norm, reason)
 
 
 def _difference(
     reference: Preflight, candidate: Preflight, *, same_flags: bool
 ) -> str | None:
-    """Return the key in `REASONS` that says why two runs' numbers may differ, or None."""
+    """Return why two runs' numbers may differ: `tokens`, a key in `REASONS`, or None."""
     settings = candidate.checked_args
     config = candidate.config
     reference_config = reference.config
@@ -172,18 +175,8 @@ def _difference(
         return "dropout"
     if not same_flags:
         return "flags"
-    if config.balance != reference_config.balance:
-        return "lengths"
-    slices = config.slices, config.slice_tokens
-    reference_slices = reference_config.slices, reference_config.slice_tokens
-    if slices != reference_slices:
-        return "slices"
-    if config.slice_tokens == AUTO:
-        # The length was chosen for the number of pipeline ranks.
-        num_ranks = settings.pipeline_model_parallel_size
-        num_reference_ranks = reference.checked_args.pipeline_model_parallel_size
-        if num_ranks != num_reference_ranks:
-            return "slices"
+    if _token_order_reason(reference, candidate):
+        return "tokens"
     if config.disaggregation is not None and config.disaggregation.merged:
         return "merged"
     if config.twins != reference_config.twins:
@@ -196,6 +189,19 @@ def _difference(
         # The order does not matter when there are only two summands.
         return "replicas" if _num_summed_ranks(settings) > 2 else "norm"
     return None
+
+
+def _token_order_reason(reference: Preflight, candidate: Preflight) -> str:
+    """Return why two runs sum over tokens in different orders, or an empty string."""
+    for rules in feature_rules():
+        summations = []
+        for answer in (reference, candidate):
+            assert answer.config is not None
+            pp = answer.checked_args.pipeline_model_parallel_size
+            summations.append(rules.summation(answer.config, pp))
+        if summations[0] != summations[1]:
+            return rules.summation_reason
+    return ""
 
 
 def _num_summed_ranks(settings: Namespace) -> int:

@@ -32,7 +32,6 @@ from megatron_ext.planning.techniques import techniques_of_flags
 from megatron_ext.rules import read_rules
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, default_schedule
 from megatron_ext.schedules.search.policies import arena_slots
-from megatron_ext.schedules.table.costs import MAX_ATTENTION
 from megatron_ext.schedules.table.cuts import parse_layout
 from megatron_ext.schedules.table.length_cost import LengthCost
 from megatron_ext.schedules.table.memory import activation_peaks, measure
@@ -382,6 +381,7 @@ def _memory_by_length(
         equal_cost_bounds,
         slices_needed,
     )
+    from megatron_ext.features.lengths.length_tables import schedule_by_length
 
     longest = plan.job.sequence
     microbatches = pipeline.num_microbatches
@@ -395,16 +395,10 @@ def _memory_by_length(
         cost = LengthCost.of_model(model.hidden, model.ffn)
     count = slices_needed(longest, slice_tokens)
     bounds = equal_cost_bounds([longest], count, cost)
-    sizes = []
-    for begin, end in pairwise(bounds):
-        sizes.append((end - begin) / longest)
+    widths = [end - begin for begin, end in pairwise(bounds)]
     # This many micro-batches fill the pipeline; more would not increase the peak.
     num_simulated = min(microbatches, 2 * pipeline.pp)
-    # `Costs` requires a share below 1.
-    attention = min(cost.attention_share(longest), MAX_ATTENTION)
-    costs = replace(pipeline.costs, attention=attention)
-    sizes_by_microbatch = (tuple(sizes),) * num_simulated
-    table = pipeline.schedule_by_length(sizes_by_microbatch, costs)
+    table, _ = schedule_by_length(pipeline, [widths] * num_simulated, cost)
     stash_ratio = pipeline.config.stash_ratio
     whole_peaks = activation_peaks(pipeline.full, stash_ratio)
     peaks = activation_peaks(table, stash_ratio)

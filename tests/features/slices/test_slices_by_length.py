@@ -34,6 +34,7 @@ from megatron_ext.schedules.table import communication
 from megatron_ext.schedules.table.length_cost import LengthCost
 from megatron_ext.schedules.table.memory import activation_peaks, measure
 from megatron_ext.schedules.table.slices import MAX_SLICES
+from tests.features.slices.step_tables import table_of_step
 from tests.pipelines import make_pipeline
 
 COST = LengthCost(1.0, 1 / 64)
@@ -126,7 +127,7 @@ def test_a_dynamic_order_waits_by_the_costs_of_the_step(
         active, "policies", lambda *_, costs, **__: simulated.append(costs)
     )
     pipeline = make_pipeline("1f1b", 2, 2, slice_tokens=8, dynamic=DynamicOrder())
-    table = program.make_table_by_length(pipeline, ((8, 8), (5,)), COST, rank=0)
+    table = table_of_step(pipeline, [[8, 8], [5]], COST)
     pipeline.policies_of(table.schedule, table.costs)
     assert [costs.attention for costs in simulated] == [COST.attention_share(16)]
 
@@ -142,7 +143,7 @@ def test_the_table_of_a_step_is_checked_once(monkeypatch: pytest.MonkeyPatch) ->
         for check in (validate, check_queues):
             monkeypatch.setattr(module, check.__name__, partial(counted, check))
     pipeline = make_pipeline("1f1b", 2, 3, slice_tokens=8, transport="torch")
-    table = program.make_table_by_length(pipeline, [[8], [8, 8], [0]], COST, 0)
+    table = table_of_step(pipeline, [[8], [8, 8], [0]], COST)
     assert sorted(checks) == ["check_queues", "validate"]
     assert "order" in vars(table), "the check and the program share it"
 
@@ -166,9 +167,7 @@ def test_a_rank_derives_the_messages_of_its_neighbours_alone(
     ):
         derived.clear()
         pipeline = make_pipeline(name, 8, 3, slice_tokens=8, transport="shm")
-        table = program.make_table_by_length(
-            pipeline, [[8], [8, 8], [4]], COST, rank=rank
-        )
+        table = table_of_step(pipeline, [[8], [8, 8], [4]], COST, rank)
         peers = program.Peers(range(8))
         shapes: Any = {"F": [None], "B": [None]}
         program.make_program(
@@ -287,7 +286,7 @@ def test_slices_of_unequal_cost_have_a_table(
     """The search got stuck at its memory cap if later slices were slower than earlier ones."""
     config = PipelineConfig(schedule="zb-v", slice_tokens=4, transport="shm")
     pipeline = active.Pipeline(config, pp, num_microbatches)
-    tokens_of_slices = [(4,) * num_slices] * num_microbatches
+    tokens_of_slices = [[4] * num_slices] * num_microbatches
     cost = LengthCost(1.0, 0.6 / (4 * num_slices))
-    table = program.make_table_by_length(pipeline, tokens_of_slices, cost, rank=0)
+    table = table_of_step(pipeline, tokens_of_slices, cost)
     validate(table.schedule)

@@ -17,6 +17,7 @@ from megatron_ext.tracing.digest_files import (
 NUM_LAYERS = 4
 NUM_MICROBATCHES = 2
 _RANK_0 = Header(0, "a")
+SLICED = Header(0, summation={"slices": 2})
 
 
 def record(kind: Kind, microbatch: int, layer: int, **changes: object) -> Record:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from megatron_ext import cli
 from megatron_ext.tracing.digest_files import VARIABLE, Header, Writer
 from tests.examples.test_configure import PROGRAM, losses
-from tests.tools.compare.digests import changed, step_records, write
+from tests.tools.compare.digests import SLICED, changed, step_records, write
 
 
 def compare(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -183,7 +184,7 @@ def test_a_third_folder_gives_the_tolerances(
 ) -> None:
     folders = []
     for name, header in (
-        ("one", Header(0)), ("two", Header(0, slices=2)), ("three", Header(0, rounded=True)),
+        ("one", Header(0)), ("two", SLICED), ("three", Header(0, rounded=True)),
     ):  # fmt: skip
         folders.append(str(write(tmp_path / name, step_records(), header=header)))
     assert compare(monkeypatch, "--folders", *folders) == 0
@@ -245,7 +246,10 @@ def test_lower_precision_needs_a_learned_tolerance(
     precision: str,
 ) -> None:
     """The stated tolerance is for single precision."""
-    headers = Header(0, precision=precision), Header(0, slices=2, precision=precision)
+    headers = (
+        Header(0, precision=precision),
+        replace(SLICED, precision=precision),
+    )
     folders = []
     for name, header in zip(("one", "two"), headers, strict=True):
         folders.append(str(write(tmp_path / name, step_records(), header=header)))

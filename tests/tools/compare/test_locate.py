@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +29,7 @@ from megatron_ext.tracing.digest_files import (
 from tests.tools.compare.digests import (
     NUM_LAYERS,
     NUM_MICROBATCHES,
+    SLICED,
     changed,
     record,
     slightly,
@@ -226,6 +228,29 @@ def test_micro_batches_that_are_numbered_by_length_are_refused(tmp_path: Path) -
         locate(first, second)
 
 
+@pytest.mark.parametrize(
+    ("settings_of_runs", "reason"),
+    [
+        (({}, {"slices": 2}), "only one of the runs has 2 slices"),
+        (({"slices": 4}, {"slices": 2}), "the runs have 4 and 2 slices"),
+        (
+            ({"tokens per slice": "auto on 2 ranks"}, {"tokens per slice": 8}),
+            "the runs have auto on 2 ranks and 8 tokens per slice",
+        ),
+        (({"slices": 2}, {"slices": 2}), ""),
+    ],
+)
+def test_settings_that_order_sums_over_tokens_are_compared(
+    tmp_path: Path, settings_of_runs: tuple[dict[str, Any], ...], reason: str
+) -> None:
+    folders = []
+    for name, summation in zip(("one", "two"), settings_of_runs, strict=True):
+        header = Header(0, summation=summation)
+        folders.append(write(tmp_path / name, step_records(), header=header))
+    tolerance = compare(*folders).tolerance
+    assert tolerance.endswith(f"because {reason}") if reason else "none" in tolerance
+
+
 # Other orders of the same sums.
 
 
@@ -359,7 +384,7 @@ def test_a_learned_tolerance_takes_the_place_of_the_stated_one(
         rounded = slightly(rounded, kind, 1e-5)
     learned_from = write(tmp_path / "rounded", rounded, header=ROUNDED)
     candidate = slightly(records, "backward", by)
-    second = write(tmp_path / "candidate", candidate, header=Header(0, slices=2))
+    second = write(tmp_path / "candidate", candidate, header=SLICED)
     assert locate(first, second) is None
     comparison = compare(first, second, learned_from)
     assert (comparison.difference is None) == is_allowed
@@ -367,7 +392,7 @@ def test_a_learned_tolerance_takes_the_place_of_the_stated_one(
         "4 times the differences of each module's tensors in"
     )
     assert comparison.tolerance.endswith(
-        "at most 2e-05 of a norm, because the runs have 1 and 2 slices"
+        "at most 2e-05 of a norm, because only one of the runs has 2 slices"
     )
 
 
@@ -377,7 +402,7 @@ def test_what_is_not_finite_is_no_tolerance(tmp_path: Path) -> None:
     with_nan = [records[0]._replace(bits="4" * 32, norm=math.nan), *records[1:]]
     learned_from = write(tmp_path / "rounded", with_nan, header=ROUNDED)
     candidate = changed(records, ("forward", 0, 1))
-    second = write(tmp_path / "candidate", candidate, header=Header(0, slices=2))
+    second = write(tmp_path / "candidate", candidate, header=SLICED)
     assert compare(first, second, learned_from).difference is not None
 
 
@@ -385,7 +410,7 @@ def test_only_steps_with_learned_tolerances_are_compared(tmp_path: Path) -> None
     records = step_records()
     near = slightly(records, "forward", 1e-5)
     first = write(tmp_path / "reference", records, records)
-    second = write(tmp_path / "candidate", near, near, header=Header(0, slices=2))
+    second = write(tmp_path / "candidate", near, near, header=SLICED)
     learned_from = write(tmp_path / "rounded", near, header=ROUNDED)
     comparison = compare(first, second, learned_from)
     assert comparison.difference is None
@@ -471,7 +496,11 @@ def test_a_folder_of_the_wrong_kind_of_run_is_refused(
 
 def test_tolerances_of_another_cut_are_refused(tmp_path: Path) -> None:
     first = write(tmp_path / "reference", step_records())
-    second = write(tmp_path / "candidate", step_records(), header=Header(0, slices=2))
+    second = write(
+        tmp_path / "candidate",
+        step_records(),
+        header=SLICED,
+    )
     other_parts = [item._replace(part="t0") for item in step_records()]
     learned_from = write(tmp_path / "rounded", other_parts, header=ROUNDED)
     with pytest.raises(DataError, match="record it with the reference's flags"):

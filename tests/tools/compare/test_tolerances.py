@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config.hosting import preflight
+from megatron_ext.features.lengths.length_rules import LengthRules
+from megatron_ext.features.slices.slice_rules import SliceRules
 from megatron_ext.tools.compare.tolerances import (
     NORM_ROUNDING,
     REASONS,
@@ -24,6 +26,11 @@ RECIPE = (
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0 "
 SINGLE = Promise(*TOLERANCES["single"])
 BITS = Promise(0.0, 0.0)
+TOKENS = {
+    "slices": SliceRules.summation_reason,
+    "lengths": LengthRules.summation_reason,
+}
+WORDS = REASONS | TOKENS
 
 
 def promised(
@@ -61,6 +68,10 @@ def promised(
             "slices",
         ),
         ("--pipeline-schedule zb-h1 --pipeline-balance order", "lengths"),
+        (
+            "--pipeline-schedule zb-h1 --pipeline-slice-tokens 8 --transformer-impl local",
+            "lengths",
+        ),
     ],
 )
 def test_a_schedule_promises_bits_unless_it_adds_up_in_another_order(
@@ -70,7 +81,7 @@ def test_a_schedule_promises_bits_unless_it_adds_up_in_another_order(
     if kind is None:
         assert answer == BITS
     else:
-        assert answer == Promise(SINGLE.loss, SINGLE.norm, REASONS[kind])
+        assert answer == Promise(SINGLE.loss, SINGLE.norm, WORDS[kind])
 
 
 def test_without_clipping_only_the_norm_of_another_placement_may_be_rounded() -> None:
@@ -94,7 +105,7 @@ def test_three_replicas_add_up_in_an_order_of_their_placement(
     if kind is None:
         assert answer == BITS
     else:
-        assert answer == Promise(SINGLE.loss, SINGLE.norm, REASONS[kind])
+        assert answer == Promise(SINGLE.loss, SINGLE.norm, WORDS[kind])
     assert promised(recipe, "", flags, num_ranks=2 * ranks).loss == 0.0
 
 
@@ -159,6 +170,7 @@ def test_the_page_states_the_same() -> None:
         "<!-- equality: end -->"
     )[0]
     reasons, _, table = stated.strip().partition("\n\n")
-    assert reasons.splitlines() == [f"- {reason}" for reason in REASONS.values()]
+    order = ["dropout", "flags", *TOKENS, *list(REASONS)[2:]]
+    assert reasons.splitlines() == [f"- {WORDS[kind]}" for kind in order]
     assert table.splitlines()[2:] == rows
     assert f"norm may differ by {NORM_ROUNDING:g}" in " ".join(page.split())
