@@ -33,7 +33,7 @@ from benchmarks.harness.command import options, ratios, spread, write_json
 from benchmarks.harness.comparison import Compared, compare, report_failures
 from benchmarks.harness.ops import SCENARIOS, Sizes
 from benchmarks.harness.systems import OVERLAPPED, PEERS, ordered
-from megatron_ext.tools.text_table import aligned
+from megatron_ext.text_table import aligned
 
 _WHOLE, _SPLIT = "interleaved chunks=2, static", "interleaved chunks=2, static, split"
 _HINTS = ("interleaved chunks=2, hint +0", "interleaved chunks=2, hint +1")

@@ -48,7 +48,7 @@ from megatron_ext.features.lengths.length_balance import (
 )
 from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.table.length_cost import LengthCost
-from megatron_ext.tools.text_table import aligned
+from megatron_ext.text_table import aligned
 
 UPSTREAM = "interleaved, file order"
 _KINDS = (

@@ -33,7 +33,7 @@ from benchmarks.harness.command import machine, options
 from benchmarks.harness.comparison import Compared, compare, report_failures, table
 from benchmarks.harness.ops import SEQUENCE_LENGTH, Sizes
 from benchmarks.harness.systems import OVERLAPPED, PEERS, Own, System, own
-from megatron_ext.tools.text_table import aligned
+from megatron_ext.text_table import aligned
 
 _PARTS = ("schedules", "memory", "keys")
 _LENGTH = 4 * SEQUENCE_LENGTH

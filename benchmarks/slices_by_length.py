@@ -58,7 +58,7 @@ from megatron_ext.runtime.program import (
 from megatron_ext.schedules import Costs, simulate
 from megatron_ext.schedules.table.length_cost import LengthCost
 from megatron_ext.schedules.table.memory import activation_peaks
-from megatron_ext.tools.text_table import aligned
+from megatron_ext.text_table import aligned
 from tests.features.slices.length_training import Job, Trained, train
 from tests.features.slices.step_tables import table_of_step
 from tests.ranks import run_ranks

@@ -44,7 +44,7 @@ class _Settings(dict[str, object]):
 
 
 class _Setting(NamedTuple):
-    """A setting in a template; the format specification is its value (`{slices:4}`)."""
+    """A setting in a template; the format specification is its value (`{transport:tcp}`)."""
 
     field: str
     wording: Wording
@@ -85,8 +85,9 @@ class ConfigurationError(ArgumentsError):
     """A configuration value is invalid, or two values are mutually exclusive.
 
     Its template refers to settings by field name, in braces and optionally with a value:
-    `{slices:4} cannot run with {pairs}`. Each reader sees them in familiar terms: `slices=4` in
-    Python, `--pipeline-slices 4` on a command line (`megatron_ext.config.flags.in_flags`).
+    `{transport:torch} cannot run with {dynamic}`. Each reader sees them in familiar terms:
+    `transport=torch` in Python, `--pipeline-transport torch` on a command line
+    (`megatron_ext.config.flags.in_flags`).
     """
 
     def __init__(self, template: str, **values: object) -> None:

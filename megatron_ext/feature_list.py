@@ -35,6 +35,11 @@ TABLES = {
 }
 """Option of `schedules.generate` -> subclass of `schedules.table.table_change.TableChange`."""
 
+COMMANDS = {
+    "lengths": "megatron_ext.features.lengths.plan_lengths:run",
+}
+"""Flag of `megatron-ext plan` -> the function that runs the command with this flag."""
+
 PATCHES = (
     # Layers that keep keys and values from earlier slices.
     "megatron_ext.features.slices.sliced_layers",

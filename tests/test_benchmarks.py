@@ -346,7 +346,7 @@ def test_slices_are_printed_beside_what_the_executor_takes() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [re.split(r"  +", line) for line in done.stdout.splitlines()]
-    peaks = {line[0]: line[-3] for line in lines if line[0].startswith("zb-h1 slices")}
+    peaks = {line[0]: line[-2] for line in lines if line[0].startswith("zb-h1 slices")}
     assert peaks == {
         "zb-h1 slices=1": "4", "zb-h1 slices=4": "1.75", "zb-h1 slices=8": "1.375",
         "zb-h1 slices=16": "1.1875", "zb-h1 slices=8 attention 30 %": "1.4873",

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.tools.text_table import aligned
+from megatron_ext.text_table import aligned
 from tests.ranks import RanksFailed
 
 from . import scenarios

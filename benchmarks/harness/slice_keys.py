@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.features.slices.sliced_compute import KeptState
 from megatron_ext.schedules.table.slices import shares_of_equal_cost, token_bounds
-from megatron_ext.tools.text_table import aligned
+from megatron_ext.text_table import aligned
 
 _HEADS, _WIDTH = 4, 64
 _ATTENTION = 0.3

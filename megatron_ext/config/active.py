@@ -16,17 +16,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_ext.config.feature_rules import feature_rules, table_options
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import default_schedule, generate
 from megatron_ext.schedules.search.patience import policies
 from megatron_ext.schedules.search.queues import check_queues
 from megatron_ext.schedules.table.costs import UNIT, Costs
-from megatron_ext.schedules.table.table_change import in_use
-from megatron_ext.schedules.table.transforms import (
-    split_backwards,
-    weights_at_once,
-    weights_waiting,
-)
+from megatron_ext.schedules.table.transforms import split_backwards, weights_at_once
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.upstream import parent
 
@@ -137,12 +133,6 @@ class Pipeline:
         )
         return replace(self, config=config)
 
-    def with_attention(self, share: float) -> Pipeline:
-        """Return this pipeline with slices for the given share of attention in a forward pass."""
-        costs = replace(self.costs, attention=share)
-        config = replace(self.config, costs=costs)
-        return replace(self, config=config)
-
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return the table for this many micro-batches per replica, which is generated only once.
 
@@ -184,7 +174,6 @@ class Pipeline:
             ScheduleError: The schedule has no table for these arguments.
         """
         config = self.config
-        feature_options = config.feature_options | step_options
         table = generate(
             self.name,
             self.pp,
@@ -192,19 +181,10 @@ class Pipeline:
             num_microbatches * config.twins,
             config.chunks,
             costs,
-            **in_use(**feature_options),
+            **table_options(config),
+            **step_options,
             **config.options,
         )
-        if not table.slice_sizes and table.num_slices != config.slices:
-            raise ScheduleError(
-                f"{self.name} cuts micro-batches into {table.num_slices} slices; add "
-                f"--pipeline-slices {table.num_slices}"
-            )
-        # A table loaded from a file may contain pairs that this job does not use. Run
-        # the two actions of such a pair one after the other.
-        if table.pairs and not config.pairs:
-            options = {**table.options, "pairs": "apart"}
-            table = replace(table, pairs=(), options=options)
         # Keep activations on one twin; see `schedule`.
         if len(table.placement.twin_hops) % 2:
             placement = replace(table.placement, twin_hops=frozenset())
@@ -218,9 +198,8 @@ class Pipeline:
             table = split_backwards(table)
         if config.weights_at_once:
             table = weights_at_once(table)
-        if config.num_waiting:
-            _check_waiting(table, config)
-            table = weights_waiting(table, config.num_waiting)
+        for rules in feature_rules():
+            table = rules.adapted(config, table)
         return table
 
     def policy(self, num_microbatches: int, rank: int) -> Policy:
@@ -237,7 +216,7 @@ class Pipeline:
         dynamic = self.config.dynamic
         assert dynamic is not None, "a static schedule has no policy"
         extra_activations = dynamic.margin
-        if table.slice_sizes:
+        if table.is_for_one_step:
             extra_activations = self.margin_by_length
         weights_fill = self._fills.get(table.num_microbatches, False)
         return policies(
@@ -247,24 +226,6 @@ class Pipeline:
             weights_fill=weights_fill,
             costs=costs,
             stash_ratio=self.config.stash_ratio,
-        )
-
-
-def _check_waiting(table: Schedule, config: PipelineConfig) -> None:
-    """Reject a table in which no W can run while its rank waits for tokens."""
-    setting = f"--pipeline-waiting-weights {config.waiting_weights}"
-    if not config.pairs:
-        raise ScheduleError(
-            f"{setting}: {table.label} runs no pairs (--overlap-moe-expert-parallel-comm, with "
-            "experts on several ranks), and W fills only the idle time within pairs; remove "
-            "--pipeline-waiting-weights"
-        )
-    # A table with few micro-batches, such as at the start of a ramp-up, may have no
-    # pairs. In that case, its W run where the table places them.
-    if table.pairs and not table.splits_backward:
-        raise ScheduleError(
-            f"{setting}: {table.label} does not split backward passes, so no weight gradient can "
-            "wait; use --pipeline-schedule zb-h1, or remove --pipeline-waiting-weights"
         )
 
 

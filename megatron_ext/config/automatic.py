@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,8 @@ from megatron_ext import devices
 from megatron_ext.config.batches import Batches, batches_of
 from megatron_ext.config.completion import completed
 from megatron_ext.config.cut import UserCut
+from megatron_ext.config.feature_rules import feature_rules, table_options
 from megatron_ext.config.incompatible import RULES
-from megatron_ext.config.pipeline_config import AUTO
 from megatron_ext.config.stages import stage_arguments
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.planning import choice
@@ -22,7 +22,6 @@ from megatron_ext.planning.measured import MeasuredCosts
 from megatron_ext.planning.model_flags import sizes_of_arguments
 from megatron_ext.planning.question import ParallelSizes, Question
 from megatron_ext.planning.techniques import techniques_of_arguments
-from megatron_ext.schedules.generators.catalog import CSV_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.planning.choice import Candidate, Judge, Ranking, Training
     from megatron_ext.planning.hardware import DeviceKind
-    from megatron_ext.planning.waiting import WaitingWeights
     from megatron_ext.schedules.table.placement import Placement
 
 
@@ -111,7 +109,7 @@ class _UndecidedJob:
             chunks=chunks,
             num_layers=num_layers,
             costs=self._config.costs,
-            feature_options=self._reference.feature_options,
+            feature_options=table_options(self._reference),
             stash_ratio=self._reference.stash_ratio,
             weights_at_once=self._reference.weights_at_once,
         )
@@ -178,10 +176,9 @@ class _UndecidedJob:
         for rule in choice.NOT_FORECAST:
             if rule.refuses(args):
                 raise ArgumentsError(f"with {rule.flag} {rule.reason}")
-        if self._config.cuts_sequences:
-            raise ArgumentsError(
-                "the planner forecasts whole micro-batches, not slices"
-            )
+        for rules in feature_rules():
+            if reason := rules.why_no_forecast(self._config):
+                raise ArgumentsError(reason)
         batches = self._batches
         if batches is None:
             raise ArgumentsError("the batch size is unknown")
@@ -213,7 +210,7 @@ class _UndecidedJob:
             sequence=model.sequence,
             # The planner cannot import the rules itself, because the configuration imports the
             # planner.
-            pair_rules=RULES["pairs"],
+            pair_rules=RULES.get("pairs", ()),
             techniques=techniques,
             fused_loss=bool(getattr(args, "cross_entropy_loss_fusion", None)),
             overlaps=bool(getattr(args, "overlap_grad_reduce", None)),
@@ -270,72 +267,6 @@ def configured(config: PipelineConfig, candidate: Candidate) -> PipelineConfig:
         chunks=candidate.chunks,
         costs=costs,
     )
-
-
-@dataclass(frozen=True)
-class WaitingChoice:
-    """The number that `--pipeline-waiting-weights auto` chooses for a job."""
-
-    number: int
-    reason: str
-    """The reason why no W can wait, or the memory that the waiting W need."""
-    basis: str = ""
-    """The devices that the number was chosen for. Empty if the number does not depend on them."""
-
-
-def waiting_weights(
-    args: Namespace, config: PipelineConfig, device: DeviceKind | None
-) -> WaitingChoice:
-    """Return the number of W that fit into the memory left free in the planner's forecast.
-
-    Args:
-        args: Megatron's arguments before its validation, or equivalent sizes.
-        config: The completed configuration, which names a schedule.
-        device: Description of the devices, or None if unknown.
-    """
-    try:
-        free_memory = _room_for_waiting(args, config, device)
-    except (ArgumentsError, ScheduleError) as error:
-        # Run without waiting W and log the reason, but not its remedy.
-        reason, _, _remedy = str(error).partition("; ")
-        return WaitingChoice(0, reason)
-    assert device is not None, "a forecast needs the memory of the device"
-    basis = f"for {device.name} with {free_memory.limit_gib:.1f} GiB"
-    return WaitingChoice(free_memory.number, str(free_memory), basis)
-
-
-def _room_for_waiting(
-    args: Namespace, config: PipelineConfig, device: DeviceKind | None
-) -> WaitingWeights:
-    """Return the number of W that may wait in a job, together with the memory that they need.
-
-    Raises:
-        ArgumentsError: A setting is incompatible with waiting W, or the memory cannot be forecast.
-        ScheduleError: The schedule is incompatible with waiting W or has no forecast.
-    """
-    if not config.pairs:
-        raise ArgumentsError("no actions run as pairs")
-    for rule in RULES.get("waiting_weights", ()):
-        if rule.refuses(args):
-            raise ArgumentsError(f"with {rule.flag} {rule.reason}")
-    assert config.schedule is not None, "only tables have pairs"
-    if config.schedule.startswith(CSV_PREFIX):
-        raise ScheduleError(f"the planner has no forecast for {config.schedule}")
-    if device is None:
-        raise ArgumentsError("the memory of the job's devices is unknown")
-    # `question_of` describes a job for any schedule, so remove this schedule's settings.
-    undecided = replace(
-        config,
-        schedule=AUTO,
-        chunks=None,
-        options={},
-        waiting_weights=0,
-    )
-    _, judge = question_of(args, undecided, device)
-    if isinstance(judge, choice.ByForecast):
-        return judge.waiting_weights(config.schedule, config.chunks)
-    assert isinstance(judge, choice.ByTable)
-    raise ArgumentsError(f"memory cannot be forecast ({judge.reason})")
 
 
 def memory_here() -> DeviceKind | None:

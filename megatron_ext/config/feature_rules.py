@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.config.refusals import Preflight
+    from megatron_ext.planning.hardware import DeviceKind
     from megatron_ext.schedules.table.actions import Schedule
 
 
@@ -44,6 +45,44 @@ class FeatureRules:
     ) -> PipelineConfig:
         """Return the configuration of a job with these settings, by Megatron's argument names."""
         return config
+
+    def decided(
+        self,
+        answer: Preflight,
+        config: PipelineConfig,
+        args: Namespace,
+        device: DeviceKind | None,
+        *,
+        in_job: bool,
+    ) -> PipelineConfig:
+        """Return the configuration with the feature's `auto` settings replaced by choices.
+
+        Adds a line per choice to `answer.changes`.
+
+        Args:
+            answer: The preflight's answer so far.
+            config: The completed configuration.
+            args: Megatron's arguments before its validation, or equivalent sizes.
+            device: Description of the devices, or None if unknown.
+            in_job: Whether this process is a rank of the job, so that its device can be asked.
+        """
+        return config
+
+    def why_no_forecast(self, config: PipelineConfig) -> str | None:
+        """Return why the planner cannot forecast a job with this feature, or None."""
+        return None
+
+    def table_options(self, config: PipelineConfig) -> dict[str, Any]:
+        """Return the feature's options for `schedules.generate`, if it is on."""
+        return {}
+
+    def adapted(self, config: PipelineConfig, table: Schedule) -> Schedule:
+        """Return a table, generated or from a file, as this configuration runs it.
+
+        Raises:
+            ScheduleError: The configuration cannot run the table.
+        """
+        return table
 
     def groups(self, config: PipelineConfig) -> list[tuple[str, str]]:
         """Return (field of the configuration, group of rules) for each group that applies."""
@@ -87,7 +126,7 @@ class FeatureRules:
         """Return the settings that determine the order in which a run sums over tokens.
 
         Runs on `pp` pipeline ranks with equal settings sum in the same order. The keys are
-        descriptions, such as `slices`. Settings with their defaults may be left out.
+        descriptions for the user. Settings with their defaults may be left out.
         """
         return {}
 
@@ -110,3 +149,11 @@ def feature_rules() -> tuple[FeatureRules, ...]:
         rules_class = getattr(import_module(module), name)
         checks.append(rules_class())
     return tuple(checks)
+
+
+def table_options(config: PipelineConfig) -> dict[str, Any]:
+    """Return the options of all features that are on, for `schedules.generate`."""
+    options: dict[str, Any] = {}
+    for rules in feature_rules():
+        options |= rules.table_options(config)
+    return options

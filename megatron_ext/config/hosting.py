@@ -291,8 +291,14 @@ class _Inspection:
             if config.is_automatic:
                 return self._choose(config)
             config = completed(vars(self.args), self.cut, config)
-            if config.waiting_weights == "auto":
-                config = self._with_waiting(config)
+            for feature in feature_rules():
+                config = feature.decided(
+                    answer,
+                    config,
+                    self.args,
+                    self.device_kind,
+                    in_job=self.in_job,
+                )
             self.config = config
             answer.config = config
         answer.refusals += missing_flags(self.args, self.script_defaults)
@@ -319,35 +325,6 @@ class _Inspection:
         check_restart(answer, self.args, in_job=self.in_job)
         self._report_removed_flags()
         return answer
-
-    def _with_waiting(self, config: PipelineConfig) -> PipelineConfig:
-        """Return a configuration with the number of waiting W that `auto` chooses, and log it."""
-        from megatron_ext.config import automatic
-
-        device_kind = self.device_kind
-        if self.in_job:
-            device_kind = automatic.memory_here()
-        waiting = automatic.waiting_weights(self.args, config, device_kind)
-        number = waiting.number
-        resolved = replace(config, waiting_weights=number)
-        # With `auto`, a device or release that cannot run W in parallel results in 0
-        # instead of an error.
-        if self.in_job and number:
-            try:
-                for feature in feature_rules():
-                    feature.refuse_device(resolved)
-            except ScheduleError as error:
-                reason, _, _remedy = str(error).partition("; ")
-                waiting = automatic.WaitingChoice(0, reason)
-                resolved = replace(config, waiting_weights=0)
-        line = f"--pipeline-waiting-weights=auto: {resolved.num_waiting}, because {waiting.reason}"
-        self.answer.changes.append(reworded(line, flags.in_flags))
-        if self.in_job and waiting.basis:
-            # Ranks with different amounts of memory would run different tables, so all
-            # ranks compare their choices.
-            setting = f"--pipeline-waiting-weights {number}"
-            self.answer.choice = Choice(setting, waiting.basis)
-        return resolved
 
     def _choose(self, requested: PipelineConfig) -> Preflight:
         """Check the planner's best schedules and return the answer for the first accepted one.
@@ -440,8 +417,8 @@ class _Inspection:
                     "the number of micro-batches is not checked, because --micro-batch-size or "
                     "--global-batch-size is missing"
                 )
-            # Without a batch, use a number that fills the pipeline: placement, splits and pairs do
-            # not depend on it.
+            # Without a batch, use a number that fills the pipeline: nothing that is checked below
+            # depends on it.
             num_microbatches = 2 * pp
             if batches is not None:
                 num_microbatches = batches.num_microbatches

@@ -270,8 +270,6 @@ def _count_tokens_once(
 ) -> tuple[float | None, ...]:
     """Megatron counts packed sequences once per stage on a rank."""
     placement = pipeline.placement
-    # A micro-batch's slices need no correction: only the first slice is counted (patch
-    # `slices.packed_flops`).
     num_chunks = placement.num_stages // placement.num_ranks
     means = []
     for total in call(*args, **kwargs):

@@ -46,8 +46,7 @@ class Question:
     shards_optimizer: bool = True
     """Whether the optimizer states are sharded across replicas."""
     waiting_weights: int = 0
-    """Number of weight gradients that a rank may delay until it waits for tokens. Requires
-    pairs."""
+    """Number of weight gradients that a rank may delay until it waits for tokens."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values that the user fixed, by the names in `FIXABLE`."""
 

@@ -53,7 +53,7 @@ class Techniques:
     """Whether a token is sent once to every rank and node that has its experts (dispatcher `flex`)
     instead of once per expert."""
     overlaps_experts: bool = False
-    """Whether all-to-all overlaps with another micro-batch's computation, in pairs."""
+    """Whether all-to-all overlaps with another micro-batch's computation."""
     overlaps_tensor: bool = False
     """Whether tensor-parallel gathers and scatters overlap with GEMMs."""
     is_local: bool = False
@@ -69,7 +69,7 @@ class Techniques:
     def flags(self, kinds: Collection[str], tensor: int, expert: int) -> str:
         """Return Megatron's flags for those of the techniques that apply to a model.
 
-        Flags for gradients and pairs are not included.
+        Flags for gradients and for `overlaps_experts` are not included.
 
         Args:
             kinds: The model's layer kinds.
@@ -103,8 +103,8 @@ class Techniques:
         modules = {
             "attn": not {"dense", "moe", "attention"}.isdisjoint(kinds),
             "mamba": "mamba" in kinds,
-            # Megatron does not allow graphs for feed-forward networks if experts run in
-            # pairs.
+            # Megatron does not allow graphs for feed-forward networks if the experts'
+            # all-to-all overlaps.
             "mlp": not {"dense", "mlp"}.isdisjoint(kinds) and not self.overlaps_experts,
             "moe_router moe_preprocess": not _EXPERT_KINDS.isdisjoint(kinds),
         }

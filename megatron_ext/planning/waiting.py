@@ -80,7 +80,7 @@ def most_waiting(
 def room_in(plan: Layout) -> WaitingWeights | None:
     """Return how many W may wait in a layout.
 
-    Return None if the layout has no pairs or does not split backward passes.
+    Return None if no W can wait in the layout.
     """
     device = plan.job.device
     # `forecast` returns None if a layout does not fit, but `most_waiting` needs its

@@ -234,7 +234,8 @@ class Call:
     collect_non_loss_data: bool
     first_val_step: bool | None
     seq_length: int = 0
-    """Number of tokens in a sequence; used only by tables that cut sequences into equal shares."""
+    """Number of tokens in a sequence; used only by tables that cut sequences into shares of equal
+    cost."""
     read_ahead: ReadAhead | None = None
     """The step's data, if a feature has read it before the table was generated."""
 

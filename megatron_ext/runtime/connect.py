@@ -302,9 +302,9 @@ def slots_of(pipeline: Pipeline, bypasses: tuple[Bypass, ...] = ()) -> int:
     schedule = replace(pipeline.full, bypasses=bypasses)
     slots = arena_slots(schedule, margin, pipeline.config.stash_ratio)
     if pipeline.config.has_table_per_step:
-        # Enough for twice the messages in flight in both directions, if the longest
-        # micro-batch in a step has two slices per rank. With more slices, messages wait
-        # at the sender.
+        # If the longest micro-batch has two slices per rank, its slices and those that
+        # fill the pipeline are about 3 pp messages in flight. Allow for both directions,
+        # and twice as many. With more slices, messages wait at the sender.
         slots = max(slots, 4 * 3 * pipeline.pp)
     return slots
 

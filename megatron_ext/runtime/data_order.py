@@ -41,14 +41,6 @@ class ReadAhead(ReportOrder, Protocol):
         """Chunk -> an iterator over its micro-batches in table order."""
 
     @property
-    def slice_bounds(self) -> tuple[tuple[int, ...], ...]:
-        """Micro-batch in the table -> first token of each slice, and the number of tokens."""
-
-    @property
-    def packed_bounds(self) -> tuple[tuple[int, ...], ...]:
-        """Micro-batch in the table -> the bounds of its packed samples; empty without packing."""
-
-    @property
     def table_key(self) -> Hashable:
         """Equal for steps with the same table, and for all ranks of a step."""
 

@@ -24,7 +24,7 @@ def refusing_long_sequences(
 ) -> Iterator[None]:
     """Check how many tokens a first stage reads within this context, which upstream does not do.
 
-    The tokens may be a slice that follows `num_earlier` tokens of the sequence.
+    The tokens may follow `num_earlier` tokens of the same sequence.
 
     Raises:
         ScheduleError: A sequence is empty, or has more tokens than the model has positions.

@@ -102,7 +102,8 @@ def leaders(peers: Sequence[Iterable[int]]) -> list[int]:
 
 Choice = int | tuple[int, int]
 """Position of the exchange to run next, or the positions of a forward and a backward action that
-run as a pair."""
+run as a pair. Only a dynamic order yields the latter. Its tables have no pairs, so every exchange
+is a single action, and has the action's position in the row."""
 
 
 @dataclass

@@ -102,15 +102,12 @@ class Table:
 
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
-        """(stage, micro-batch) of each backward pass that has a W; all others run whole."""
-        # The objects that compute slices number all slices in a step consecutively, as if they were
-        # micro-batches.
-        num_slices = self.schedule.num_slices
+        """(stage, `Schedule.place`) of each backward pass that has a W; all others run whole."""
         split_backwards: set[tuple[int, int]] = set()
         for action in self.schedule.rows[self.rank]:
             if action.kind == "W":
-                number = action.microbatch * num_slices + action.slice
-                split_backwards.add((action.stage, number))
+                place = self.schedule.place(action)
+                split_backwards.add((action.stage, place))
         return frozenset(split_backwards)
 
     @cached_property

@@ -531,7 +531,7 @@ class Runtime:
             if latest_ends == ends:
                 return program
         leads = self.peers.leads(self.rank)
-        if table.schedule.slice_sizes:
+        if table.schedule.is_for_one_step:
             with self._making_table():
                 program = make_program(table, ends, leads=leads)
         else:
@@ -579,7 +579,7 @@ class Runtime:
                 timeout_s,
             )
         schedule = table.schedule
-        if schedule.slice_sizes:
+        if schedule.is_for_one_step:
             with self._making_table():
                 policy_of = self.pipeline.policies_of(schedule, table.costs)
                 policy = policy_of(self.rank)

@@ -170,7 +170,10 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         ],
     }
     if schedule.num_slices > 1:
-        numbers["slices"] = list(schedule.slices)
+        if schedule.slice_sizes:
+            numbers["slice_sizes"] = [list(sizes) for sizes in schedule.slice_sizes]
+        else:
+            numbers["slices"] = list(schedule.slices)
         numbers["peak_keys_and_values"] = _number(timeline.keys_and_values)
     numbers["weight_copies"] = schedule.weight_copies
     numbers["p2p_messages"] = timeline.messages

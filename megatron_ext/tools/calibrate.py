@@ -28,8 +28,8 @@ from megatron_ext.planning.hardware import DEVICES, kind_of, parse_devices
 from megatron_ext.planning.layer_costs import Sharding
 from megatron_ext.planning.model_source import read_model
 from megatron_ext.schedules.table.cuts import parse_layout
+from megatron_ext.text_table import aligned
 from megatron_ext.tools.schedule_commands import refuse_others
-from megatron_ext.tools.text_table import aligned
 
 if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind

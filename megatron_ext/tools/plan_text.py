@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.planning.layer_costs import ASSUMPTIONS, mode_name, parameters
 from megatron_ext.planning.waiting import room_in
-from megatron_ext.tools.text_table import aligned
+from megatron_ext.text_table import aligned
 
 if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind

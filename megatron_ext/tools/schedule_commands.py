@@ -16,10 +16,12 @@ import shutil
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.feature_list import COMMANDS
 from megatron_ext.files import cannot_write, write_text
 from megatron_ext.schedules.comparison import compare, figures, training_flags
 from megatron_ext.schedules.drawing import render, svg
@@ -32,7 +34,7 @@ from megatron_ext.schedules.generators.catalog import (
 from megatron_ext.schedules.search.patience import gains, while_late
 from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.costs import UNIT, Costs
-from megatron_ext.tools.text_table import aligned
+from megatron_ext.text_table import aligned
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
@@ -351,10 +353,15 @@ def _run_plan(args: argparse.Namespace) -> int:
             )
     _check_sizes(args)
     if args.lengths is not None:
-        # Import here, because this is the only part of `plan` that imports a feature.
-        from megatron_ext.tools import length_plan
-
-        return length_plan.run(args, _costs(args))
+        if "lengths" not in COMMANDS:
+            raise ScheduleError(
+                f"--lengths {args.lengths} needs the feature lengths, which this installation "
+                "lacks; reinstall megatron_ext"
+            )
+        module, _, name = COMMANDS["lengths"].partition(":")
+        run_lengths = getattr(import_module(module), name)
+        exit_code: int = run_lengths(args, _costs(args))
+        return exit_code
     costs = _costs(args)
     timelines, left_out = _compared(args, args.schedule[0], costs)
     if args.json:
@@ -494,10 +501,10 @@ _HEADS = (
 
 def comparison_table(timelines: Sequence[Timeline]) -> str:
     """Return a comparison as text, one line per simulation, in the given order."""
-    has_pairs = any(timeline.costs.all_to_all for timeline in timelines)
+    has_all_to_all = any(timeline.costs.all_to_all for timeline in timelines)
     has_slices = any(timeline.schedule.num_slices > 1 for timeline in timelines)
     heads = list(_HEADS)
-    if has_pairs:
+    if has_all_to_all:
         heads.append("hidden %")
     if has_slices:
         heads.append("keys, values")
@@ -513,7 +520,7 @@ def comparison_table(timelines: Sequence[Timeline]) -> str:
             f"{timeline.schedule.weight_copies}x",
             str(timeline.messages),
         ]
-        if has_pairs:
+        if has_all_to_all:
             cells.append(f"{100 * timeline.hidden:.0f}")
         if has_slices:
             cells.append(f"{timeline.keys_and_values:g}")

@@ -73,9 +73,8 @@ class StepRecord(Observer):
         schedule = compute.table.schedule
         self._schedule = schedule.name
         self._is_carried = True
-        if schedule.slice_sizes:
-            slice_counts = [len(sizes) for sizes in schedule.slice_sizes]
-            self._num_slices = max(slice_counts)
+        if schedule.is_for_one_step:
+            self._num_slices = schedule.num_slices
 
     @property
     def is_complete(self) -> bool:

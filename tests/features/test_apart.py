@@ -38,11 +38,18 @@ for module in pkgutil.walk_packages(megatron_ext.__path__, "megatron_ext."):
         importlib.import_module(module.name)
 for name in registered():
     generate(name, 4, 8)
+from megatron_ext.config.hosting import preflight
+flags = (
+    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
+    "--max-position-embeddings 32 --global-batch-size 8 --train-iters 5 --vocab-size 127 --lr 1e-3 "
+    "--pipeline-model-parallel-size 4 --mock-data --tokenizer-type NullTokenizer --num-experts 4 "
+    "--eval-interval 1000 --pipeline-schedule auto"
+)
+answer = preflight(["pretrain_gpt.py", *flags.split()], device="cpu")
+assert answer.accepted, answer.refusals
 import pytest
 sys.exit(pytest.main(["-n", "0", "-q", *tests]))
 """
-ONLY_FOR = {"lengths": "megatron_ext.tools.length_plan"}
-"""Commands of a feature, by feature: they are imported when they run."""
 NEEDS_EXTRA = {"nvidia_resiliency_ext": "megatron_ext.training.survival"}
 """Modules that need an optional package, by that package."""
 
@@ -64,7 +71,7 @@ def without(feature: str, folder: Path) -> None:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_core_needs_no_feature(feature: str, tmp_path: Path) -> None:
     without(feature, tmp_path)
-    not_imported = [ONLY_FOR.get(feature, "")]
+    not_imported = [""]
     for package, module in NEEDS_EXTRA.items():
         if find_spec(package) is None:
             not_imported.append(module)

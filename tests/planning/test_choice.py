@@ -278,7 +278,7 @@ def test_on_an_unknown_device_no_rank_keeps_more_than_1f1b() -> None:
     ("more", "reason"),
     [
         ("--use-torch-fsdp2 --no-gradient-accumulation-fusion", None),
-        ("--pipeline-slices 4", "by tables alone (the planner forecasts whole micro-batches"),
+        ("--pipeline-slices 4", "by tables alone (with --pipeline-slices, the planner would count"),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
          "by tables alone (with --recompute-method block, or --recompute-num-layers above 1"),
     ],

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from megatron_ext.upstream import releases
+from megatron_ext.upstream.flag_list import megatron_flags
 from tests.training.helpers import bert_flags, report, train
 from tests.upstream_script.runs import GPT, run, save_start
 
@@ -91,6 +92,9 @@ def test_training_with_all_layers_frozen(
     gpt: tuple[str, list[str]], schedule: str
 ) -> None:
     """From 0.20 on such a step is forward only, and yet no evaluation."""
+    destinations = {flag.dest for flag in megatron_flags()}
+    if "freeze_all_layers" not in destinations:
+        pytest.skip("this release of Megatron cannot freeze all layers")
     start, _ = gpt
     frozen = start + PP2 + "--freeze-all-layers "
     assert report(run(4, f"{frozen}--pipeline-schedule {schedule} ")) == report(

@@ -44,7 +44,9 @@ class LengthRules(FeatureRules):
     """Checks the settings of `balance`, `slice_tokens` and `length_costs`."""
 
     texts = _TEXTS
-    summation_reason = "micro-batches ordered or cut by length are summed in a different order"
+    summation_reason = (
+        "micro-batches ordered or cut by length are summed in a different order"
+    )
 
     def mistake(self, config: PipelineConfig) -> str | None:
         """Return why lengths can determine neither the order nor the slices of micro-batches."""

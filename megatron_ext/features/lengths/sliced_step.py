@@ -55,7 +55,10 @@ _UNREADABLE = 1 << 30
 
 @dataclass(frozen=True)
 class SlicedStep:
-    """One training step's data on this rank, and its slices (`runtime.data_order.ReadAhead`)."""
+    """One training step's data on this rank, and its slices.
+
+    It serves the core as a `ReadAhead`, and the feature `slices` as a `CutAhead`.
+    """
 
     iterators: Sequence[Iterator[Any] | None]
     """[chunk] -> the micro-batches in table order; None if the chunk reads no data."""

@@ -8,15 +8,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
+from megatron_ext.config.active import Choice
 from megatron_ext.config.feature_rules import FeatureRules
-from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.config.flags import in_flags
+from megatron_ext.errors import ArgumentsError, ScheduleError, reworded
 from megatron_ext.rules import HYBRID_MODELS
+from megatron_ext.schedules.table.transforms import weights_waiting
 from megatron_ext.upstream.signatures import parameters
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.config.refusals import Preflight
+    from megatron_ext.planning.hardware import DeviceKind
     from megatron_ext.schedules.table.actions import Schedule
 
 # Settings under which pairs would train a different model; see the group "unpaired".
@@ -104,6 +108,64 @@ class PairRules(FeatureRules):
         """Run pairs if Megatron overlaps the communication between experts."""
         return replace(config, pairs=_has_pairs(config, settings))
 
+    def decided(
+        self,
+        answer: Preflight,
+        config: PipelineConfig,
+        args: Namespace,
+        device: DeviceKind | None,
+        *,
+        in_job: bool,
+    ) -> PipelineConfig:
+        """Return the configuration with the number of waiting W that `auto` chooses, and log it."""
+        if config.waiting_weights != "auto":
+            return config
+        # Imported only for `auto`, because it imports the planner.
+        from megatron_ext.config.automatic import memory_here
+        from megatron_ext.features.pairs.waiting_choice import (
+            WaitingChoice,
+            waiting_choice,
+        )
+
+        if in_job:
+            device = memory_here()
+        waiting = waiting_choice(args, config, device)
+        number = waiting.number
+        resolved = replace(config, waiting_weights=number)
+        # With `auto`, a device or release that cannot run W in parallel results in 0
+        # instead of an error.
+        if in_job and number:
+            try:
+                self.refuse_device(resolved)
+            except ScheduleError as error:
+                reason, _, _remedy = str(error).partition("; ")
+                waiting = WaitingChoice(0, reason)
+                resolved = replace(config, waiting_weights=0)
+        line = f"--pipeline-waiting-weights=auto: {resolved.num_waiting}, because {waiting.reason}"
+        answer.changes.append(reworded(line, in_flags))
+        if in_job and waiting.basis:
+            # Ranks with different amounts of memory would run different tables, so all
+            # ranks compare their choices.
+            setting = f"--pipeline-waiting-weights {number}"
+            answer.choice = Choice(setting, waiting.basis)
+        return resolved
+
+    def table_options(self, config: PipelineConfig) -> dict[str, Any]:
+        """Return whether the table has pairs."""
+        return {"pairs": True} if config.pairs else {}
+
+    def adapted(self, config: PipelineConfig, table: Schedule) -> Schedule:
+        """Return the table without unwanted pairs, and with W that wait."""
+        # A table loaded from a file may contain pairs that this job does not use. Run
+        # the two actions of such a pair one after the other.
+        if table.pairs and not config.pairs:
+            options = {**table.options, "pairs": "apart"}
+            table = replace(table, pairs=(), options=options)
+        if config.num_waiting:
+            _check_waiting(table, config)
+            table = weights_waiting(table, config.num_waiting)
+        return table
+
     def groups(self, config: PipelineConfig) -> list[tuple[str, str]]:
         """Return the groups for the settings in use."""
         groups = []
@@ -182,6 +244,24 @@ class PairRules(FeatureRules):
                 f"each rank lets up to {num_waiting} more W wait for idle time, at most "
                 "until their place in the simulated table"
             )
+
+
+def _check_waiting(table: Schedule, config: PipelineConfig) -> None:
+    """Reject a table in which no W can run while its rank waits for tokens."""
+    setting = f"--pipeline-waiting-weights {config.waiting_weights}"
+    if not config.pairs:
+        raise ScheduleError(
+            f"{setting}: {table.label} runs no pairs (--overlap-moe-expert-parallel-comm, with "
+            "experts on several ranks), and W fills only the idle time within pairs; remove "
+            "--pipeline-waiting-weights"
+        )
+    # A table with few micro-batches, such as at the start of a ramp-up, may have no
+    # pairs. In that case, its W run where the table places them.
+    if table.pairs and not table.splits_backward:
+        raise ScheduleError(
+            f"{setting}: {table.label} does not split backward passes, so no weight gradient can "
+            "wait; use --pipeline-schedule zb-h1, or remove --pipeline-waiting-weights"
+        )
 
 
 def _mistake_of_waiting(config: PipelineConfig) -> str | None:

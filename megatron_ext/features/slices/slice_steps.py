@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.features.slices.sliced_compute import KeptState, SlicedCompute
+from megatron_ext.features.slices.sliced_compute import (
+    CutAhead,
+    KeptState,
+    SlicedCompute,
+)
 from megatron_ext.features.slices.sliced_layers import SLICES
 from megatron_ext.runtime.feature import Feature, Model, Step
 from megatron_ext.runtime.lengths import cost_of_model
@@ -36,8 +41,10 @@ class SliceSteps(Feature):
         """Return the pipeline with slices that cost the same in this model."""
         if pipeline.config.slices == 1:
             return pipeline
-        cost = pipeline.config.length_costs or cost_of_model(config)
-        return pipeline.with_attention(cost.attention_share(seq_length))
+        length_cost = pipeline.config.length_costs or cost_of_model(config)
+        attention = length_cost.attention_share(seq_length)
+        costs = replace(pipeline.costs, attention=attention)
+        return replace(pipeline, config=replace(pipeline.config, costs=costs))
 
     def shapes_on_wires(self, shapes: Shapes) -> Shapes:
         """Return None as every message's shape, so that each message carries its own shape."""
@@ -56,7 +63,8 @@ class SliceSteps(Feature):
         # A step with only short micro-batches also has bounds, even though nothing is
         # cut. Neither the model checks nor how empty micro-batches run depends on the
         # lengths.
-        if table.schedule.num_slices == 1 and call.read_ahead is None:
+        is_cut_ahead = isinstance(call.read_ahead, CutAhead)
+        if table.schedule.num_slices == 1 and not is_cut_ahead:
             return None
         shapes = self.shapes_on_wires(step.shapes)
         compute = SlicedCompute(

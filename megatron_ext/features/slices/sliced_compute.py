@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -931,6 +931,19 @@ def _is_whole_in_slices(name: str, tensor: Any) -> bool:
     return num_dims < 2
 
 
+@runtime_checkable
+class CutAhead(Protocol):
+    """A step's data that was cut into slices when it was read ahead."""
+
+    @property
+    def slice_bounds(self) -> tuple[tuple[int, ...], ...]:
+        """Micro-batch in the table -> first token of each slice, and the number of tokens."""
+
+    @property
+    def packed_bounds(self) -> tuple[tuple[int, ...], ...]:
+        """Micro-batch in the table -> the bounds of its packed samples; empty without packing."""
+
+
 @dataclass
 class SlicedCompute(StageCompute):
     """Runs the actions in a table with slices.
@@ -951,10 +964,10 @@ class SlicedCompute(StageCompute):
         call = self.call
         schedule = self.table.schedule
         self._num_slices = schedule.num_slices
-        read_ahead = call.read_ahead
+        read_ahead: object = call.read_ahead
         self._bounds: Sequence[Sequence[int]] = ()
         packed_bounds: Sequence[tuple[int, ...]] = ()
-        if read_ahead is not None:
+        if isinstance(read_ahead, CutAhead):
             self._bounds = read_ahead.slice_bounds
             packed_bounds = read_ahead.packed_bounds
         # With sequence parallelism, tensor-parallel ranks hold equal parts of a slice.

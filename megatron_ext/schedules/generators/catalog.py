@@ -308,7 +308,7 @@ def _check_twins(name: str, pp: int, num_microbatches: int) -> None:
 def _check_bounds(
     generator: Generator,
     pp: int,
-    num_microbatches: int,
+    num_passes: int,
     chunks: int,
     *,
     has_slices: bool,
@@ -321,11 +321,11 @@ def _check_bounds(
         )
     # With twins, the table covers half of the ranks and half of the micro-batches.
     twins = generator.twins
-    passes = pp * chunks // twins * (num_microbatches // twins)
-    max_passes = MAX_PASSES
-    if generator.searches(pp, num_microbatches):
-        max_passes = MAX_SEARCHED_PASSES
-    if passes > max_passes:
+    num_forwards = pp * chunks // twins * (num_passes // twins)
+    max_forwards = MAX_PASSES
+    if generator.searches(pp, num_passes):
+        max_forwards = MAX_SEARCHED_PASSES
+    if num_forwards > max_forwards:
         unit = "micro-batches"
         remedy = "use fewer"
         if has_slices:
@@ -333,7 +333,8 @@ def _check_bounds(
             remedy = "use fewer micro-batches or slices (--pipeline-slices lower, or "
             remedy += "--pipeline-slice-tokens higher)"
         raise ScheduleError(
-            f"{generator.name} with {pp} ranks, {chunks} stages per rank and {num_microbatches} "
-            f"{unit} needs {passes} forward passes, but a table is limited to {max_passes}; "
+            f"{generator.name} with {pp} ranks, {chunks} stages per rank and {num_passes} "
+            f"{unit} needs {num_forwards} forward passes, but a table is limited to "
+            f"{max_forwards}; "
             f"{remedy}; beyond about 4 x pp micro-batches, the bubble stays the same"
         )

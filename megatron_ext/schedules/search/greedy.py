@@ -73,8 +73,8 @@ class Problem:
     """Slice sizes by micro-batch, if they differ (`Schedule.slice_sizes`)."""
 
     @property
-    def num_slices(self) -> int:
-        """Total number of slices across all micro-batches."""
+    def num_passes(self) -> int:
+        """How many times a stage runs F in a step: once per slice of each micro-batch."""
         num_listed = sum(map(len, self.slice_sizes))
         return num_listed or self.num_microbatches * len(self.slices)
 
@@ -239,7 +239,7 @@ def _best(
     variants: Sequence[Variant],
 ) -> _Attempt | None:
     best: _Attempt | None = None
-    forwards = problem.placement.num_stages * problem.num_slices
+    forwards = problem.placement.num_stages * problem.num_passes
     # The variants differ in their limit on micro-batches in flight. There is no formula
     # for the best limit, so try several limits, but fewer for long tables, to bound the
     # search time. The factor of 3 accounts for the up to two backward actions per
@@ -318,7 +318,7 @@ class _Attempt:
         num_ranks = problem.placement.num_ranks
         # By micro-batch: the sizes of its slices.
         self._sizes = list(map(problem.sizes_of, microbatches))
-        self._max_in_flight = problem.num_slices
+        self._max_in_flight = problem.num_passes
         if variant.limit is not None:
             self._max_in_flight = variant.limit
         self._in_flight = 0
@@ -343,7 +343,7 @@ class _Attempt:
         """Place all actions. Return False if the cap makes this impossible."""
         problem = self._problem
         num_kinds = 1 + len(problem.backwards)
-        num_forwards = problem.placement.num_stages * problem.num_slices
+        num_forwards = problem.placement.num_stages * problem.num_passes
         first_rank = self._release(0, Action(0, "F", 0))
         self._choose(first_rank)
         for _ in range(num_kinds * num_forwards):

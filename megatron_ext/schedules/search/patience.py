@@ -146,7 +146,7 @@ def _best_hint(
     calm = quiet(costs)
     # A table built for one step's sample lengths is used for that step only, so
     # comparing strategies would not pay off.
-    if schedule.slice_sizes and weights_fill:
+    if schedule.is_for_one_step and weights_fill:
         return at_once
     static = simulate(schedule, calm)
 
@@ -160,7 +160,7 @@ def _best_hint(
 
     patiently = _copied(patient_hint)
     # A rank that never waits finds few partners for pairs.
-    if schedule.pairs or schedule.slice_sizes:
+    if schedule.pairs or schedule.is_for_one_step:
         return patiently
     if simulate_dynamic(schedule, at_once, calm).makespan <= static.makespan:
         return at_once

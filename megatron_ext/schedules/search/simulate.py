@@ -167,7 +167,10 @@ class Timeline:
             return sum(slots.values())
         hops = schedule.placement.hops
         num_crossing = sum(hop != "local" for hop in hops)
-        num_passes = schedule.total_microbatches * schedule.num_slices
+        num_passes = 0
+        for microbatch in range(schedule.num_microbatches):
+            num_passes += schedule.num_slices_of(microbatch)
+        num_passes *= schedule.placement.twins
         # Activations go down, and gradients come back.
         return 2 * num_crossing * num_passes
 
@@ -265,7 +268,7 @@ class Clock:
         self.starts: list[list[float]] = [[] for _ in schedule.rows]
         self.ends: list[list[float]] = [[] for _ in schedule.rows]
         self._num_slices = schedule.num_slices
-        self._slices_in_step = schedule.slices_in_step
+        self._places_per_stage = schedule.places_per_stage
         # By kind and stage: the duration without jitter.
         self._durations = costs.durations(schedule)
         # By kind and action (`Costs.action_factors`). None means that all factors are 1.
@@ -302,7 +305,7 @@ class Clock:
         time = self._durations[kind][stage]
         if self._factors is not None:
             number = microbatch * self._num_slices + slice_index
-            index = stage * self._slices_in_step + number
+            index = stage * self._places_per_stage + number
             time *= self._factors[kind][index]
         return time
 
@@ -376,7 +379,7 @@ class Clock:
                 latency = self._latency
                 if self._link_factors is not None:
                     number = microbatch * self._num_slices + slice_index
-                    key = stage * self._slices_in_step + number
+                    key = stage * self._places_per_stage + number
                     # I sends the gradient that B would send, so both have the same latency.
                     direction: Kind = "F" if kind == "F" else "B"
                     latency *= self._link_factors[direction][key]

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_ext.errors import ScheduleError
@@ -217,13 +216,22 @@ class Schedule:
         return self.slices
 
     @property
-    def slices_in_step(self) -> int:
+    def is_for_one_step(self) -> bool:
+        """Whether the table was made for the lengths in one step's data."""
+        return bool(self.slice_sizes)
+
+    @property
+    def places_per_stage(self) -> int:
         """Number of places for slices in a step. A stage runs at most one F per place.
 
         Slice s of micro-batch i has place `i * num_slices + s`. If micro-batches have different
         numbers of slices, the positions after a micro-batch's last slice are left empty.
         """
         return self.num_microbatches * self.num_slices
+
+    def place(self, action: Action) -> int:
+        """Return the place of an action's slice in the step; see `places_per_stage`."""
+        return action.microbatch * self.num_slices + action.slice
 
     @property
     def num_stages(self) -> int:
@@ -252,8 +260,7 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether any backward pass is split into I and W."""
-        all_actions = chain.from_iterable(self.rows)
-        return any(action.kind == "I" for action in all_actions)
+        return bool(self.split)
 
     def pairs_of(self, rank: int) -> frozenset[int]:
         """Return the positions in a rank's row where a pair starts."""

@@ -221,13 +221,13 @@ class Costs:
     def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
         """Return all actions' factors by kind, flattened over stage, micro-batch and slice.
 
-        The index is `stage * slices_in_step + microbatch * num_slices + slice`. A factor is the
+        The index is `stage * places_per_stage + microbatch * num_slices + slice`. A factor is the
         product of the jitter, the micro-batch's scale and the slice's share.
 
         Raises:
             ScheduleError: `microbatch_scale` does not contain one factor per micro-batch.
         """
-        count = schedule.num_stages * schedule.slices_in_step
+        count = schedule.num_stages * schedule.places_per_stage
         # Every kind has its own seed, so splitting backward passes does not change the
         # factors of forward passes.
         factors: dict[Kind, list[float]] = {}
@@ -289,7 +289,7 @@ class Costs:
 
     def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
         """Return messages' jitter factors by the sending action's kind. B covers I as well."""
-        count = schedule.num_stages * schedule.slices_in_step
+        count = schedule.num_stages * schedule.places_per_stage
         sigma = self.link_jitter
         return {
             "F": self._jitter_factors(sigma, "link F", count),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.feature_list import TABLES
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Option, Schedule, SliceSizes
+    from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.costs import Costs
 
 
@@ -82,10 +82,11 @@ def _classes() -> Mapping[str, type[TableChange]]:
     return classes
 
 
-def in_use(**options: Option | SliceSizes) -> dict[str, Any]:
-    """Return the features' options without those that are off, which do nothing.
+def in_use(**options: Any) -> dict[str, Any]:
+    """Return the features' options without those that are off.
 
-    The modules of unused features are therefore not imported.
+    `generate` rejects options that it does not know, so an option that is off must not reach it if
+    the feature has been removed.
     """
     changing = {}
     for option, value in options.items():
@@ -103,7 +104,7 @@ def in_use(**options: Option | SliceSizes) -> dict[str, Any]:
 
 def take_table_changes(options: dict[str, Any]) -> list[TableChange]:
     """Return the changes that features make and remove their options from `options`."""
-    # A change may depend on other features' options. For example, slices reject pairs.
+    # A change may depend on other features' options, so each one gets all of them.
     all_options = dict(options)
     changes: list[TableChange] = []
     for option, change_class in _classes().items():

@@ -197,7 +197,9 @@ def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
         "options": dict(schedule.options),
         "num_microbatches": schedule.num_microbatches,
     }
-    if schedule.num_slices > 1:
+    if schedule.slice_sizes:
+        content["slice_sizes"] = schedule.slice_sizes
+    elif schedule.num_slices > 1:
         content["slices"] = schedule.slices
     content["placement"] = {
         key: value for key, value in placement.items() if value is not None
@@ -237,6 +239,7 @@ def from_json(text: str) -> Schedule:
         parsed_rows = map(parse_row, content["rows"])
         rows, pairs = zip(*parsed_rows, strict=True)
         slices = content.get("slices", (1.0,))
+        slice_sizes = content.get("slice_sizes", ())
         return Schedule(
             content["schedule"],
             placement,
@@ -245,6 +248,7 @@ def from_json(text: str) -> Schedule:
             content["options"],
             pairs=pairs if any(pairs) else (),
             slices=tuple(slices),
+            slice_sizes=tuple(map(tuple, slice_sizes)),
         )
     # The text may be JSON with different content, or nest brackets too deeply for
     # Python's parser.

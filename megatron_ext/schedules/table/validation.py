@@ -111,7 +111,7 @@ def check_actions(schedule: Schedule) -> None:
         )
     # Use one byte per stage, micro-batch and slice. Checking a large table with a set
     # of actions would take many times as long.
-    done = bytearray(schedule.num_stages * schedule.slices_in_step)
+    done = bytearray(schedule.num_stages * schedule.places_per_stage)
     forwards = done
     if schedule.disaggregated:
         # Forward passes run on a different rank, so they are no precondition for the

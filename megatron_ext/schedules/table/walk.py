@@ -67,7 +67,7 @@ class _Walk:
 
     def __init__(self, schedule: Schedule, visit: Visit) -> None:
         num_ranks = len(schedule.rows)
-        num_places = schedule.num_stages * schedule.slices_in_step
+        num_places = schedule.num_stages * schedule.places_per_stage
         self._rows = schedule.rows
         self._pairs = [schedule.pairs_of(rank) for rank in range(num_ranks)]
         self._num_slices = schedule.num_slices
@@ -182,7 +182,7 @@ def _tensors(schedule: Schedule) -> dict[Kind, list[_Tensors]]:
     Tensors are numbered by the stage, micro-batch and slice that need them: first activations, then
     gradients, then R's inputs.
     """
-    per_stage = schedule.slices_in_step
+    per_stage = schedule.places_per_stage
     count = schedule.num_stages * per_stage
     # By kind: the first number. B and I need the same tensor, the stage's output
     # gradient.

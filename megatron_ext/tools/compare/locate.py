@@ -6,8 +6,8 @@ accumulate over micro-batches, their reduction, and the weights after the step. 
 micro-batches differ in the same place, the result lists all of them.
 
 Two runs that sum in the same order must be bit-identical. If the order differs, for example because
-one run has more replicas, tensor-parallel ranks or slices, tensors may differ within a tolerance.
-The tolerance is either fixed or learned from a run that uses the reference's flags but rounds
+one run has more replicas or tensor-parallel ranks, tensors may differ within a tolerance. The
+tolerance is either fixed or learned from a run that uses the reference's flags but rounds
 outputs differently (`tracing/rounding.py`).
 """
 
@@ -822,8 +822,8 @@ class _Comparing:
     ) -> Iterator[_Mismatch]:
         """Yield the tensors of individual micro-batches that only one of the runs computed.
 
-        Modules that one run never records are skipped. For example, pairs call parts of layers, so
-        whole layers are not recorded.
+        Modules that one run never records are skipped. For example, Megatron's schedule plans call
+        parts of layers, so whole layers are not recorded.
         """
         both_ways = (references, candidates), (candidates, references)
         for tensors, tensors_of_other in both_ways:

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_ext.text_table import aligned
 from megatron_ext.tools.compare.outcome import Answer, Row, is_noise
-from megatron_ext.tools.text_table import aligned
 
 if TYPE_CHECKING:
     from megatron_ext.tools.compare.run_records import Deviation, Deviations

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.config.batches import Batches, batches_of
 from megatron_ext.config.cut import UserCut
+from megatron_ext.config.feature_rules import feature_rules
 from megatron_ext.config.flags import in_flags
 from megatron_ext.config.hosting import preflight
 from megatron_ext.config.incompatible import RULES
@@ -265,8 +266,9 @@ def _unforeseen(answer: Preflight) -> str | None:
         return "the tokenizer sets the vocabulary size; add --padded-vocab-size with that size"
     if config is None:
         return None
-    if config.slices > 1:
-        return "with --pipeline-slices, the planner would count whole micro-batches"
+    for rules in feature_rules():
+        if reason := rules.why_no_forecast(config):
+            return reason
     dynamic = config.dynamic
     if dynamic is not None and dynamic.policy != DynamicOrder.policy:
         return f"with --dpp-policy {dynamic.policy}, ranks may keep all micro-batches"

@@ -58,10 +58,10 @@ def default_variables(flags: Sequence[str]) -> dict[str, str]:
     # Megatron rejects a value of 1 with FSDP, so keep CUDA's default of 8.
     if not any(flag in flags for flag in _FSDP):
         # On GPUs before Blackwell, Megatron requires a value of 1 for tensor and
-        # context parallelism, except with pairs. A single hardware queue would
-        # serialize a pair's two actions.
-        has_pairs = "--overlap-moe-expert-parallel-comm" in flags
-        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "32" if has_pairs else "1"
+        # context parallelism, except if the experts' communication overlaps: a single
+        # hardware queue would serialize the two passes.
+        overlaps_experts = "--overlap-moe-expert-parallel-comm" in flags
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "32" if overlaps_experts else "1"
     return variables
 
 

@@ -27,7 +27,7 @@ from megatron_ext.schedules.search.policies import POLICIES, PolicyName
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.schedules.table.slices import attention_of
-from megatron_ext.tools.text_table import aligned
+from megatron_ext.text_table import aligned
 from megatron_ext.tools.trace import imbalance
 from megatron_ext.tools.trace.measured_costs import measured_costs
 from megatron_ext.tools.trace.survey import figures
@@ -311,23 +311,23 @@ class _TracedRun:
 
     def pipelines(self) -> Iterator[Pipeline]:
         """Yield every configuration that fits the run's ranks and micro-batches."""
-        cuts = [_Cut(pairs=False, slices=1)]
+        modes = [_Mode(pairs=False, slices=1)]
         if self.costs.all_to_all:
-            cuts.append(_Cut(pairs=True, slices=1))
+            modes.append(_Mode(pairs=True, slices=1))
         if self.schedule.num_slices > 1:
             # Slices cannot run in pairs.
-            cuts.append(_Cut(pairs=False, slices=self.schedule.num_slices))
+            modes.append(_Mode(pairs=False, slices=self.schedule.num_slices))
         # Only the default policy uses the table's order. For other policies, the result
         # depends only on the placement, so simulate each placement once.
         placements: set[tuple[object, ...]] = set()
-        for generator, cut_ in product(registered().values(), cuts):
+        for generator, mode in product(registered().values(), modes):
             for variant in generator.variants:
-                config = self._configuration(generator.name, variant, cut_)
+                config = self._configuration(generator.name, variant, mode)
                 num_microbatches = self.schedule.total_microbatches // generator.twins
                 yield Pipeline(config, self.schedule.pp, num_microbatches)
                 num_chunks = variant.get("chunks", generator.num_chunks)
                 for policy in POLICIES:
-                    placement = policy, num_chunks, generator.twins, cut_
+                    placement = policy, num_chunks, generator.twins, mode
                     if policy != DynamicOrder.policy:
                         if placement in placements:
                             continue
@@ -336,24 +336,24 @@ class _TracedRun:
                     yield Pipeline(dynamic, self.schedule.pp, num_microbatches)
 
     def _configuration(
-        self, name: str, variant: Mapping[str, Any], cut_: _Cut
+        self, name: str, variant: Mapping[str, Any], mode: _Mode
     ) -> PipelineConfig:
         """Return the configuration for a schedule with these options."""
         options = dict(variant)
         chunks = options.pop("chunks", None)
         costs = None
-        if cut_.slices > 1:
+        if mode.slices > 1:
             # Slices of equal cost depend on attention's share.
             costs = Costs(attention=attention_of(self.schedule.slices))
         # A variant's options may have any type.
         if chunks is not None:
             chunks = int(chunks)
         return PipelineConfig(
-            pairs=cut_.pairs,
+            pairs=mode.pairs,
             schedule=name,
             chunks=chunks,
             options=options,
-            slices=cut_.slices,
+            slices=mode.slices,
             stash_ratio=self.stash_ratio,
             costs=costs,
         )
@@ -466,7 +466,7 @@ class _TracedRun:
         )
 
 
-class _Cut(NamedTuple):
+class _Mode(NamedTuple):
     """How a configuration runs its micro-batches."""
 
     pairs: bool

@@ -308,9 +308,9 @@ def measured_timelines(run: Run) -> list[dict[str, Any]]:
         rows = []
         for label, iteration in iterations.items():
             slice_sizes = iteration.figures.get("slice_sizes", ())
-            cut = _Cut(slice_sizes, tokens[replica_of[label]])
+            step_slices = _StepSlices(slice_sizes, tokens[replica_of[label]])
             shift_ns = iteration.begin_ns - begin_ns
-            rows.append(_bars(iteration.spans, shift_ns, finest_ns, cut))
+            rows.append(_bars(iteration.spans, shift_ns, finest_ns, step_slices))
         length_s = (end_ns - begin_ns) / 1e9
         timelines.append(_timeline(f"{title} ({number})", iterations, rows, length_s))
     return timelines
@@ -348,7 +348,7 @@ def _timeline(
     return {"title": title, "rows": named_rows, "length": length_us}
 
 
-class _Cut(NamedTuple):
+class _StepSlices(NamedTuple):
     """A rank's micro-batches in a step where slices depend on lengths."""
 
     slice_sizes: Sequence[Sequence[float]]
@@ -377,7 +377,7 @@ def _bars(
     spans: Sequence[Span],
     shift_ns: int,
     finest_ns: int,
-    cut: _Cut,
+    step_slices: _StepSlices,
 ) -> list[list[Any]]:
     """Return a rank's bars, each as [kind, begin in us, length in us, title, slice].
 
@@ -398,7 +398,7 @@ def _bars(
                 end_us = begin_us + length_us
                 previous_bar[2:] = end_us - previous_bar[1], ""
                 continue
-        slice_words = cut.words(span.attributes)
+        slice_words = step_slices.words(span.attributes)
         titles = _bar_titles(span)
         bars.append([kind, begin_us, length_us, *titles, *slice_words])
     return bars

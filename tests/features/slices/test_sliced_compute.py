@@ -1041,9 +1041,10 @@ def test_positions_and_labels_must_come_from_the_data() -> None:
 def test_a_slice_counts_its_share_of_activations() -> None:
     from megatron_ext.runtime.program import make_table
     from megatron_ext.runtime.runtime import Measured
+    from megatron_ext.schedules import Costs
     from tests.pipelines import make_pipeline
 
-    pipeline = make_pipeline("1f1b", 2, 4, slices=4).with_attention(0.5)
+    pipeline = make_pipeline("1f1b", 2, 4, slices=4, costs=Costs(attention=0.5))
     table = make_table(pipeline, 4, 0, backward=True)
     measured = Measured()
     measured.begin_step(cast("Any", SimpleNamespace(table=table)))

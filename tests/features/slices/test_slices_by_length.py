@@ -25,12 +25,13 @@ from megatron_ext.features.lengths.length_slices import (
 )
 from megatron_ext.runtime import program
 from megatron_ext.schedules import Action, Costs, Schedule, generate, simulate, validate
+from megatron_ext.schedules.comparison import figures
 from megatron_ext.schedules.search import queues
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import policies
 from megatron_ext.schedules.search.policies import activation_cap
 from megatron_ext.schedules.search.queues import check_queues
-from megatron_ext.schedules.table import communication
+from megatron_ext.schedules.table import communication, table_files
 from megatron_ext.schedules.table.length_cost import LengthCost
 from megatron_ext.schedules.table.memory import activation_peaks, measure
 from megatron_ext.schedules.table.slices import MAX_SLICES
@@ -80,9 +81,12 @@ def test_any_lengths_have_a_table(name: str, lengths: list[int], pp: int) -> Non
     num_slices = sum(slices_needed(length, 8) for length in lengths)
     forwards = sum(action.kind == "F" for row in table.rows for action in row)
     assert forwards == num_slices * table.num_stages
-    assert table.slices_in_step == len(lengths) * table.num_slices
+    assert table.places_per_stage == len(lengths) * table.num_slices
     costs = Costs(attention=COST.attention_share(max(lengths) or 1))
-    assert simulate(table, costs).makespan >= 0
+    timeline = simulate(table, costs)
+    assert timeline.makespan >= 0
+    crossing = [hop for hop in table.placement.hops if hop != "local"]
+    assert timeline.messages == 2 * len(crossing) * num_slices
     if name == "interleaved":
         return
     # The peak is at most that of slices which all have the largest size, and one of them.
@@ -105,6 +109,14 @@ def test_the_same_number_everywhere_is_the_table_of_equal_slices(count: int) -> 
         assert measure(by_length) == measure(
             replace(by_length, slice_sizes=(), slices=shares)
         )
+
+
+def test_slices_of_different_sizes_survive_a_file() -> None:
+    table = table_of("zb-h1", 2, [16, 64, 8], 8)
+    assert table_files.from_json(table_files.json_text(table)) == table
+    numbers = figures(simulate(table))
+    assert numbers["slice_sizes"] == [list(sizes) for sizes in table.slice_sizes]
+    assert "slices" not in numbers
 
 
 def test_too_many_slices_name_the_flags_of_slices() -> None:

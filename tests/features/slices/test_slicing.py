@@ -236,7 +236,9 @@ def test_the_picture_of_slices() -> None:
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved"])
 def test_a_dynamic_order_keeps_the_bound_on_memory_in_slices(name: str) -> None:
     policy = DynamicOrder(policy="hint", extra_activations=0)
-    pipeline = make_pipeline(name, 4, 8, slices=4, dynamic=policy).with_attention(0.5)
+    pipeline = make_pipeline(
+        name, 4, 8, slices=4, dynamic=policy, costs=Costs(attention=0.5)
+    )
     table, shorter = pipeline.full, 0
     bound = simulate(table).peak_activations
     for seed in range(3):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import require_training
 from tests.tools.launch.cluster import rank_of
 from tests.tools.launch.test_cluster import LLAMA
 
@@ -39,12 +40,11 @@ def _job(directory: Path) -> Iterator[subprocess.Popen[str]]:
         f"--microbatch-rng --save {directory}/saved --load {directory}/saved "
         f"--save-interval {_SAVES}"
     )
-    environment = {k: v for k, v in os.environ.items() if k != "MEGATRON_LM_PATH"}
     job = subprocess.Popen(
         [sys.executable, "-m", "megatron_ext", "launch", "--hostfile", str(directory / "hosts"),
          "--max-restarts", "1", "--num-microbatches", "4", "--raw", "--",
          "pretrain_gpt.py", *flags.split()],
-        env={**environment, "MEGATRON_EXT_DEVICE": "cpu", "OMP_NUM_THREADS": "1",
+        env={**os.environ, "MEGATRON_EXT_DEVICE": "cpu", "OMP_NUM_THREADS": "1",
              "MEGATRON_EXT_RUNS": str(directory / "runs")},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
@@ -70,6 +70,7 @@ def _told(text: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    require_training()
     with _job(tmp_path_factory.mktemp("undisturbed") / "job") as job:
         text, _ = job.communicate(timeout=_TIMEOUT_S)
     assert job.returncode == 0, text

@@ -71,7 +71,9 @@ def test_llama3_trains_in_an_allocation_that_says_all_about_its_hosts(
 ) -> None:
     require_training()
     flags = [*LLAMA.split(), "--use-dpp", "--pipeline-transport", "tcp"]
-    words = ["--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
+    tree = os.environ.get("MEGATRON_LM_PATH")
+    words = ["--env", f"MEGATRON_LM_PATH={tree}"] if tree else []
+    words += ["--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
     launch = ["launch", *words]
     code, output = allocated(cluster, "--nodes 2 --ntasks-per-node 2", *launch)
     assert code == 0, output

@@ -11,9 +11,9 @@ import pytest
 from megatron_ext import cli
 from megatron_ext.errors import ScheduleError
 from megatron_ext.features.lengths.length_gains import Sizes, predict_lengths
+from megatron_ext.features.lengths.plan_lengths import read_lengths
 from megatron_ext.schedules import Costs, generate, registered, simulate
 from megatron_ext.schedules.table.length_cost import LengthCost
-from megatron_ext.tools.length_plan import read_lengths
 
 SIZES = "plan --pp 2 --microbatches 4 --max-tokens 100"
 

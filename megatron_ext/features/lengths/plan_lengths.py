@@ -25,7 +25,7 @@ from megatron_ext.features.lengths.length_slices import automatic_slice_tokens
 from megatron_ext.files import parse_json, read_text
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX
 from megatron_ext.schedules.table.length_cost import LengthCost
-from megatron_ext.tools.text_table import aligned
+from megatron_ext.text_table import aligned
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.costs import Costs

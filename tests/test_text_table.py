@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.tools.text_table import aligned
+from megatron_ext.text_table import aligned
 
 
 def test_the_first_column_is_aligned_left_and_the_others_right() -> None:
