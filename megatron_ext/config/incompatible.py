@@ -122,7 +122,7 @@ _TEXTS = {
         overlap_moe_expert_parallel_comm
             forward and backward passes run on different ranks
         ep_overlap_early_attn_memory_release
-            it applies only with --overlap-moe-expert-parallel-comm, which is dropped
+            it applies only with --overlap-moe-expert-parallel-comm, which these ranks drop
         --fp8-param-gather or --fp4-param-gather: fp8_param_gather | fp4_param_gather | fp4_param |
         reuse_grad_buf_for_mxfp8_param_ag
             forward ranks receive new weights in the model's precision and cast them; remove it""",
