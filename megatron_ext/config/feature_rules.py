@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +20,20 @@ if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.config.refusals import Preflight
     from megatron_ext.planning.hardware import DeviceKind
+    from megatron_ext.planning.layout_forecast import Layout
     from megatron_ext.schedules.table.actions import Schedule
+
+
+@dataclass(frozen=True)
+class MemoryNeeded:
+    """A feature's forecast for the rank that needs the most memory."""
+
+    rank: int
+    gib: float
+    assumption: str
+    """What the forecast assumes, such as `if all micro-batches have 4096 tokens`."""
+    remedy: str
+    """How the job could need less."""
 
 
 class FeatureRules:
@@ -70,6 +84,16 @@ class FeatureRules:
 
     def why_no_forecast(self, config: PipelineConfig) -> str | None:
         """Return why the planner cannot forecast a job with this feature, or None."""
+        return None
+
+    def memory_needed(self, pipeline: Pipeline, plan: Layout) -> MemoryNeeded | None:
+        """Return the memory that a job needs with this feature; None if it does not change it.
+
+        `plan` is the planner's forecast for whole micro-batches of the maximum sequence length.
+
+        Raises:
+            ScheduleError: The feature cannot run with these sizes.
+        """
         return None
 
     def table_options(self, config: PipelineConfig) -> dict[str, Any]:

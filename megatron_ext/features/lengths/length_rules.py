@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.feature_rules import FeatureRules
+from megatron_ext.config.feature_rules import FeatureRules, MemoryNeeded
 from megatron_ext.config.flags import with_flags
 from megatron_ext.config.pipeline_config import AUTO
 from megatron_ext.config.refusals import Refusal
 from megatron_ext.errors import ScheduleError
+from megatron_ext.features.lengths.length_memory import memory_by_length
 from megatron_ext.features.lengths.length_slices import SLICED_BY_LENGTH
 from megatron_ext.schedules.table.slices import MAX_SLICES
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.config.refusals import Preflight
+    from megatron_ext.planning.layout_forecast import Layout
     from megatron_ext.schedules.table.actions import Schedule
 
 _TEXTS = {
@@ -57,6 +59,12 @@ class LengthRules(FeatureRules):
                 "{balance:order}, or remove it"
             )
         return _mistake_of_balance(config) or _mistake_of_slice_tokens(config)
+
+    def memory_needed(self, pipeline: Pipeline, plan: Layout) -> MemoryNeeded | None:
+        """Return the memory for slices of the longest micro-batches."""
+        if pipeline.config.slice_tokens is None:
+            return None
+        return memory_by_length(pipeline, plan)
 
     def groups(self, config: PipelineConfig) -> list[tuple[str, str]]:
         """Return the groups for the settings in use."""

@@ -13,7 +13,6 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.config.batches import Batches, batches_of
@@ -34,13 +33,12 @@ from megatron_ext.rules import read_rules
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, default_schedule
 from megatron_ext.schedules.search.policies import arena_slots
 from megatron_ext.schedules.table.cuts import parse_layout
-from megatron_ext.schedules.table.length_cost import LengthCost
-from megatron_ext.schedules.table.memory import activation_peaks, measure
 from megatron_ext.schedules.table.placement import loop
 from megatron_ext.schedules.table.validation import validate
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Pipeline
+    from megatron_ext.config.feature_rules import MemoryNeeded
     from megatron_ext.config.refusals import Preflight
     from megatron_ext.config.sizes import JobSizes
     from megatron_ext.planning.hardware import DeviceKind
@@ -304,14 +302,17 @@ def _forecast(
         reason = "the planner cannot forecast this schedule or cut"
         yield Diagnosis("OK", "layout", f"memory and time are not checked: {reason}")
         return
-    pipeline = answer.pipeline
-    if pipeline is not None and pipeline.config.slice_tokens is not None:
-        try:
-            yield _memory_by_length(pipeline, plan, device)
-        except ScheduleError as error:
-            line = reworded(str(error), in_flags)
-            yield Diagnosis.of("FAIL", "slices", line)
-        return
+    if answer.pipeline is not None:
+        for rules in feature_rules():
+            try:
+                needed = rules.memory_needed(answer.pipeline, plan)
+            except ScheduleError as error:
+                line = reworded(str(error), in_flags)
+                yield Diagnosis.of("FAIL", "memory", line)
+                return
+            if needed is not None:
+                yield _memory_of_feature(needed, plan, device)
+                return
     differences, better = nearest(job, plan)
     remedy = ""
     if better is not None:
@@ -369,81 +370,20 @@ def _memory(
     return Diagnosis("WARN", "memory", finding, remedy)
 
 
-def _memory_by_length(
-    pipeline: Pipeline, plan: Layout, device: DeviceKind
+def _memory_of_feature(
+    needed: MemoryNeeded, plan: Layout, device: DeviceKind
 ) -> Diagnosis:
-    """Return a diagnosis of whether there is enough memory to slice the longest micro-batches.
-
-    `plan` is the forecast for whole micro-batches, all of the maximum sequence length.
-    """
-    # This line is reached only if the feature is configured, so the command works without its
-    # folder.
-    from megatron_ext.features.lengths.length_slices import (
-        automatic_slice_tokens,
-        equal_cost_bounds,
-        slices_needed,
-    )
-    from megatron_ext.features.lengths.length_tables import schedule_by_length
-
-    longest = plan.job.sequence
-    microbatches = pipeline.num_microbatches
-    slice_tokens = pipeline.config.slice_tokens
-    if not isinstance(slice_tokens, int):
-        total_tokens = longest * microbatches
-        slice_tokens = automatic_slice_tokens(longest, total_tokens, pipeline.pp)
-    model = plan.job.model
-    cost = pipeline.config.length_costs
-    if cost is None:
-        cost = LengthCost.of_model(model.hidden, model.ffn)
-    count = slices_needed(longest, slice_tokens)
-    bounds = equal_cost_bounds([longest], count, cost)
-    widths = [end - begin for begin, end in pairwise(bounds)]
-    # This many micro-batches fill the pipeline; more would not increase the peak.
-    num_simulated = min(microbatches, 2 * pipeline.pp)
-    table, _ = schedule_by_length(pipeline, [widths] * num_simulated, cost)
-    stash_ratio = pipeline.config.stash_ratio
-    whole_peaks = activation_peaks(pipeline.full, stash_ratio)
-    peaks = activation_peaks(table, stash_ratio)
-    no_buffers = (0.0,) * pipeline.pp
-    buffers = measure(table).keys_and_values or no_buffers
-    # The size of the buffers for one micro-batch on 1/pp of the model.
-    buffer_gib = _keys_and_values_gib(plan) / pipeline.pp
-    # From the forecast for whole micro-batches, subtract the activations that slices do not keep,
-    # and add the buffers for keys and values.
-    needed_gib = []
-    for rank, whole_gib in enumerate(plan.memory_gib):
-        saved_share = 1 - peaks[rank] / whole_peaks[rank]
-        saved_gib = plan.kept_gib[rank] * saved_share
-        buffers_gib = buffers[rank] * buffer_gib
-        needed_gib.append(whole_gib - saved_gib + buffers_gib)
-    max_gib = max(needed_gib)
-    rank = needed_gib.index(max_gib)
+    """Return a diagnosis of whether there is enough memory for what a feature forecasts."""
     finding = (
-        f"rank {rank} needs {max_gib:.1f} GiB of {device.memory_gib:g} ({device.name}, "
-        f"{plan.schedule}) if all micro-batches have {longest} tokens, in slices of about "
-        f"{slice_tokens}, and keeps {peaks[rank]:.3g} of these micro-batches; time depends on the "
-        "lengths in each step and is not forecast"
+        f"rank {needed.rank} needs {needed.gib:.1f} GiB of {device.memory_gib:g} "
+        f"({device.name}, {plan.schedule}) {needed.assumption}"
     )
-    if max_gib <= device.memory_gib - device.reserve_gib:
+    if needed.gib <= device.memory_gib - device.reserve_gib:
         return Diagnosis("OK", "memory", finding)
     level: Literal["WARN", "FAIL"] = "WARN"
-    if max_gib > device.memory_gib:
+    if needed.gib > device.memory_gib:
         level = "FAIL"
-    remedy = "lower --pipeline-slice-tokens or --seq-length, or use more devices"
-    return Diagnosis(level, "memory", finding, remedy)
-
-
-def _keys_and_values_gib(plan: Layout) -> float:
-    """Return the GiB for one micro-batch's keys and values, on one tensor-parallel rank."""
-    model = plan.job.model
-    sizes = plan.sizes
-    # Latent attention expands its keys and values for every head.
-    heads = model.heads if model.is_latent else model.query_groups
-    width_of_head = model.head_size + model.value_size
-    width = heads * width_of_head / sizes.tp
-    tokens = plan.job.sequence * sizes.micro_batch
-    # Two bytes per value.
-    return 2 * tokens * width * model.num_layers / (1 << 30)
+    return Diagnosis(level, "memory", finding, needed.remedy)
 
 
 def _idle_devices(
