@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 from megatron_ext.config.feature_rules import feature_rules, table_options
 from megatron_ext.errors import ScheduleError
@@ -323,10 +324,11 @@ class Active:
     """State of a process in a disaggregated job (`worlds.roles_in_force`); None before it joins."""
     host: Closing | None = None
     """State of a third-party training loop (`hosts/`); None before the loop provides its sizes."""
-    checked_steps: int = 0
-    """Number of training steps whose effects have been checked (`patches/effects.py`)."""
-    is_evaluation_checked: bool = False
-    """Whether `patches/effects.py` has checked the model in an evaluation or a training step."""
+    checked_steps: WeakKeyDictionary[Any, int] = field(
+        default_factory=WeakKeyDictionary
+    )
+    """Model chunk -> number of training steps whose effects have been checked
+    (`patches/effects.py`); 0 after an evaluation."""
     is_log_checked: bool = False
     """Whether `patches/effects.py` has checked the log's first line."""
 

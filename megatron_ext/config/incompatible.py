@@ -7,7 +7,7 @@ and last stages. A table determines both, so it is incompatible with such featur
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -511,7 +511,17 @@ def suit_layers(
     )
 
 
-def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None:
+SET_FOR_TE = ("delay_wgrad_compute", "tp_comm_bulk_wgrad")
+"""Fields of a `TransformerConfig` that a schedule sets for Transformer Engine's layers
+(`patches/split_backward.py`)."""
+
+
+def refuse_built(
+    built: Any,
+    config: PipelineConfig,
+    pipeline: Pipeline,
+    ignored: Collection[str] = (),
+) -> None:
     """Reject settings in a configuration object that a model is built from.
 
     Programs that call `configure` pass their settings to Megatron only through such objects.
@@ -521,11 +531,12 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline) -> None
         config: The active configuration.
         pipeline: The active pipeline, or Megatron's own schedule if our transport carries its
             messages.
+        ignored: Fields that are not checked.
 
     Raises:
         ArgumentsError: The message has one line per mistake.
     """
-    fields = vars(built)
+    fields = {name: value for name, value in vars(built).items() if name not in ignored}
     args = Namespace(**fields)
     # Rules use argument names, some of which differ from the field names.
     for dest, name in MEGATRON_FIELDS.items():

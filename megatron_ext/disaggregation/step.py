@@ -196,6 +196,7 @@ def _run(
             observers=observers,
         )
         executor.run()
+    compute.check_data()
     if compute.ignored_inputs and not runtime.has_ignored_input:
         runtime.has_ignored_input = True
         log_ignored_input(*compute.ignored_inputs[0])

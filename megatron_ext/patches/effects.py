@@ -32,9 +32,8 @@ def in_use() -> active.Active | None:
     return None
 
 
-def _is_due() -> bool:
-    in_force = in_use()
-    return in_force is not None and in_force.checked_steps < _STEPS
+def _is_used() -> bool:
+    return in_use() is not None
 
 
 def not_logged() -> active.Active | None:
@@ -80,7 +79,7 @@ def another_schedule(name: str) -> EffectMissing:
 @PATCHES.row(
     "effects.steps",
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-    when=_is_due,
+    when=_is_used,
 )
 def _watched(
     call: Call,
@@ -96,21 +95,23 @@ def _watched(
     @functools.wraps(schedule)
     def run(*args: Any, **kwargs: Any) -> Any:
         # Megatron's training loop fetches this function once and calls it every step.
-        if not _is_due():
+        in_force = in_use()
+        if in_force is None:
             return schedule(*args, **kwargs)
-        in_force = active.required()
         model = kwargs["model"]
         chunks = model if isinstance(model, list) else [model]
+        num_checked = in_force.checked_steps.get(chunks[0])
+        if num_checked == _STEPS:
+            return schedule(*args, **kwargs)
         is_training = not kwargs.get("forward_only")
         # Check before the step: bad inputs may make the step itself fail with an error
         # that hides the cause.
-        if is_training or not in_force.is_evaluation_checked:
+        if is_training or num_checked is None:
             _check_frozen(chunks)
             _check_copies(chunks, in_force)
         result = schedule(*args, **kwargs)
         # Do not count evaluations, which do not update the copies.
-        in_force.checked_steps += is_training
-        in_force.is_evaluation_checked = True
+        in_force.checked_steps[chunks[0]] = (num_checked or 0) + is_training
         return result
 
     return run
@@ -154,7 +155,7 @@ def _check_copies(chunks: list[Any], in_force: active.Active) -> None:
         return
     flag = f"--pipeline-schedule {pipeline.name}"
     effect = "the copies of the tied embedding on the first rank are identical"
-    is_first_step = in_force.checked_steps == 0
+    is_first_step = not in_force.checked_steps.get(chunks[0])
     # The program has its own training loop and calls `configure` with its sizes.
     has_own_loop = in_force.requested is not None and in_force.host is None
     if is_first_step and has_own_loop:

@@ -7,14 +7,12 @@ micro-batch, so actions can run in any order.
 
 from __future__ import annotations
 
-import functools
 import logging
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -106,6 +104,21 @@ class MicrobatchData:
         for observer in self.observers:
             observer.read(microbatch, item)
         return item
+
+    def check_all_taken(self) -> None:
+        """Check at the end of a step that no item was read for a micro-batch and then left out.
+
+        Raises:
+            ScheduleError: The forward step has not called `next` for every micro-batch.
+        """
+        if not self._items:
+            return
+        numbers = ", ".join(map(str, self._items))
+        raise ScheduleError(
+            f"the forward step did not call next() for micro-batches {numbers}, whose data would "
+            "be lost; with --pipeline-schedule, call it once per micro-batch, or never on a stage "
+            "that needs no data"
+        )
 
 
 def swapped(group: dist.ProcessGroup, item: Any) -> Any:
@@ -384,6 +397,15 @@ class StageCompute:
                         "micro-batches, add --variable-seq-lengths (variable_seq_lengths in the "
                         "model's configuration)"
                     )
+                # The other rank would read the bytes as numbers of another type.
+                dtype = self.call.config.pipeline_dtype
+                if dtype is not None and tensor.dtype != dtype:
+                    raise ScheduleError(
+                        f"stage {stage}, micro-batch {microbatch}: output of {tensor.dtype}, but "
+                        f"the model's configuration has pipeline_dtype={dtype}; set it to "
+                        f"{tensor.dtype}, or convert the output (--fp32-residual-connection makes "
+                        "it float32)"
+                    )
             # `release` cannot free a view. A model may return a view, and a full backward hook on a
             # stage's last module creates one.
             outputs = [_viewless(output) for output in outputs]
@@ -410,8 +432,11 @@ class StageCompute:
         if config.calculate_per_token_loss:
             # Ranks that do not hold the last stage count no tokens.
             device = devices.device_of(call.chunks)
-            zero = torch.zeros((), dtype=torch.int, device=device)
-            num_tokens = functools.reduce(operator.add, self._num_tokens, zero)
+            num_tokens = torch.zeros((), dtype=torch.int, device=device)
+            # Add in place, as Megatron does: another dtype on the last stage's ranks would be read
+            # as this one by the others.
+            for tokens_of_microbatch in self._num_tokens:
+                num_tokens += tokens_of_microbatch
         config.finalize_model_grads_func(
             call.chunks,
             num_tokens,
@@ -503,6 +528,15 @@ class StageCompute:
     def end_step(self) -> None:
         """Record that this rank has completed the step."""
 
+    def check_data(self) -> None:
+        """Check after the last action that no data was read and left out.
+
+        Raises:
+            ScheduleError: The forward step has not called `next` for every micro-batch.
+        """
+        for data in self.call.data:
+            data.check_all_taken()
+
     def unfinished(self) -> list[str]:
         """Return the backward actions that have not run and whose saved tensors are still held."""
         unfinished = []
@@ -592,7 +626,7 @@ def log_ignored_input(stage: int, microbatch: int) -> None:
     )
 
 
-@functools.cache
+@cache
 def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the placeholder for freed data, which works both in inference mode and in training."""
     # The first caller may be an evaluation in inference mode, and a tensor created there could not

@@ -19,6 +19,12 @@ import torch
 from megatron.core.utils import get_model_config
 
 from megatron_ext.config import active
+from megatron_ext.config.incompatible import (
+    SET_FOR_TE,
+    refuse_built,
+    uses_te,
+    why_not_split,
+)
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call
 from megatron_ext.runtime.feature import features
@@ -99,6 +105,7 @@ def forward_backward(
         _check_models(chunks)
         _check_layer_numbers(pipeline, groups.pp.rank(), chunks)
         _refuse_torchs_wrappers(pipeline, chunks)
+        _refuse_settings(pipeline, chunks)
         for feature in features():
             feature.refuse_model(pipeline, chunks, forward_step_func)
         if runtime is not None:
@@ -231,8 +238,23 @@ def refuse_modules(groups: Any) -> None:
 def _one_for_each(data: Any, num_chunks: int) -> list[Any]:
     """Return one data iterator per chunk; if there is only one iterator, all chunks share it."""
     iterators = list(data) if isinstance(data, (list, tuple)) else [data]
-    if len(iterators) == num_chunks:
+    present = [iterator for iterator in iterators if iterator is not None]
+    num_different = len(set(map(id, present)))
+    if len(iterators) == num_chunks and num_different == len(present):
         return iterators
+    # The list may hold the same iterator several times. If each chunk took the next item, it would
+    # get another micro-batch's labels.
+    if len(iterators) == num_chunks and num_different == 1:
+        shared_iterators = iter(_one_for_each(present[0], len(present)))
+        return [
+            None if iterator is None else next(shared_iterators)
+            for iterator in iterators
+        ]
+    if len(iterators) == num_chunks:
+        raise ScheduleError(
+            f"data_iterator holds {len(present)} iterators, of which only {num_different} differ; "
+            "pass one iterator per chunk, or a single one that all chunks share"
+        )
     if len(iterators) != 1:
         raise ScheduleError(
             f"data_iterator has {len(iterators)} iterators, but this rank holds {num_chunks} model "
@@ -326,6 +348,35 @@ def _check_layer_numbers(
             "TransformerConfig(**build.transformer, ...), where build is configure's result",
             pipeline.name,
         )
+
+
+def _refuse_settings(
+    pipeline: Pipeline,
+    chunks: Sequence[torch.nn.Module],
+) -> None:
+    """Check the objects that a program built its model from, as they are now.
+
+    Raises:
+        ArgumentsError: The schedule conflicts with their settings.
+        ScheduleError: The schedule splits backward passes, which their settings do not support.
+    """
+    in_force = active.required()
+    # With flags, all settings have been checked, and Megatron builds the objects from them.
+    if in_force.requested is None:
+        return
+    # They were checked when they were created, but perhaps under another configuration,
+    # and a program may have changed them since.
+    for chunk in chunks:
+        config = get_model_config(chunk)
+        set_by_us: tuple[str, ...] = ()
+        if uses_te(config):
+            set_by_us = SET_FOR_TE
+        refuse_built(config, in_force.config, pipeline, set_by_us)
+        if pipeline.full.splits_backward and (reason := why_not_split(config)):
+            raise ScheduleError(reason)
+        gradient_config = getattr(chunk, "ddp_config", None)
+        if gradient_config is not None:
+            refuse_built(gradient_config, in_force.config, pipeline)
 
 
 def _refuse_torchs_wrappers(

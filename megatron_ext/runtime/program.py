@@ -220,21 +220,65 @@ def check_same_table(
     # time out. Compare 15 hexadecimal digits of the digest, because they fit in an
     # int64.
     start_of_digest = int(table.schedule.digest[:15], 16)
-    digest = torch.tensor([start_of_digest], device=device)
     for group in groups:
-        digests = [torch.empty_like(digest) for _ in range(group.size())]
-        dist.all_gather(digests, digest, group=group)
-        ranks = dist.get_process_group_ranks(group)
-        different = []
-        for rank, digest_of_rank in zip(ranks, digests, strict=True):
-            if digest_of_rank != digest:
-                different.append(str(rank))
+        different = _ranks_with_other_numbers(start_of_digest, group, device)
         if different:
             raise ScheduleError(
                 f"the table for {table.schedule.label} on rank {dist.get_rank()} differs from the "
-                f"tables on ranks {', '.join(different)}; use the same flags, version of "
-                "megatron_ext and number of micro-batches on all ranks"
+                f"tables on ranks {different}; use the same flags, version of megatron_ext and "
+                "number of micro-batches on all ranks"
             )
+
+
+def check_same_draws(
+    seed: int,
+    iteration: int,
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+) -> None:
+    """Check that all ranks draw random numbers by micro-batch alike. Collective over each group.
+
+    Args:
+        seed: A number derived from the run's seed, of at most 63 bits.
+        iteration: The number of the training step that is starting.
+        groups: The groups whose ranks must have the same numbers.
+        device: Where the groups exchange tensors.
+
+    Raises:
+        ScheduleError: Numbers differ within a group. Every rank in that group raises this.
+    """
+    # Otherwise, tensor-parallel ranks would drop out different parts of a tensor that
+    # they all hold, and their copies of the same weight would drift apart.
+    for group in groups:
+        different = _ranks_with_other_numbers(seed, group, device)
+        if different:
+            raise ScheduleError(
+                f"the seed on rank {dist.get_rank()} differs from the seeds on ranks {different}; "
+                "pass the same seed on all ranks"
+            )
+        different = _ranks_with_other_numbers(iteration, group, device)
+        if different:
+            raise ScheduleError(
+                f"begin_iteration({iteration}) on rank {dist.get_rank()} differs from the numbers "
+                f"on ranks {different}; pass the same number on all ranks"
+            )
+
+
+def _ranks_with_other_numbers(
+    number: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> str:
+    """Return the ranks of a group whose numbers differ from this rank's. Collective."""
+    own_number = torch.tensor([number], device=device)
+    numbers = [torch.empty_like(own_number) for _ in range(group.size())]
+    dist.all_gather(numbers, own_number, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    different = []
+    for rank, number_of_rank in zip(ranks, numbers, strict=True):
+        if number_of_rank != own_number:
+            different.append(str(rank))
+    return ", ".join(different)
 
 
 def check_same_choice(choice: Choice) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ from megatron_ext.runtime.program import (
     Program,
     Shapes,
     Table,
+    check_same_draws,
     check_same_table,
     make_program,
     make_table,
@@ -220,6 +221,12 @@ class Runtime:
         self._programs: dict[Table, tuple[PipelineEnds, Program]] = {}
         # Tables that were checked for layers that overwrite their first gradients.
         self._checked: set[Table] = set()
+        # Chunk -> the iteration of its latest training step, if random numbers depend on it.
+        self._last_iteration_of: WeakKeyDictionary[torch.nn.Module, int] = (
+            WeakKeyDictionary()
+        )
+        # Whether a repeated iteration has been reported.
+        self._has_repeated_draws = False
         # Whether a training step on this rank has split a backward pass.
         self._has_split = False
         # Whether a stage whose input received no gradient has been logged.
@@ -409,8 +416,43 @@ class Runtime:
         return self._tables[key]
 
     def _agree_on(self, table: Table) -> None:
-        members = [self.groups.pp, self.groups.dp_cp, self.groups.tp]
-        check_same_table(table, members, self.device)
+        check_same_table(table, self._members(), self.device)
+
+    def _members(self) -> list[dist.ProcessGroup]:
+        """Return the groups that connect this rank with all ranks of the model and its replicas."""
+        return [self.groups.pp, self.groups.dp_cp, self.groups.tp]
+
+    def _check_draws(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Check what a training step's random numbers by micro-batch are drawn from.
+
+        Collective in a model's first training step.
+
+        Raises:
+            ScheduleError: The seed or the iteration differs between ranks, or is unknown.
+        """
+        in_force = active.required()
+        if in_force.seed is None:
+            return
+        iteration = active.iteration()
+        last_iteration = self._last_iteration_of.get(chunks[0])
+        self._last_iteration_of[chunks[0]] = iteration
+        if last_iteration is None:
+            check_same_draws(
+                active.seed_of("draws"),
+                iteration,
+                self._members(),
+                self.device,
+            )
+        # Megatron's trainers repeat a step on purpose, to find hardware faults.
+        has_own_loop = in_force.requested is not None and in_force.host is None
+        is_repeated = iteration == last_iteration
+        if has_own_loop and is_repeated and not self._has_repeated_draws:
+            self._has_repeated_draws = True
+            active.report_departure(
+                f"two training steps of a model ran as iteration {iteration}, so both drew the "
+                "same random numbers, such as dropout masks; call megatron_ext.begin_iteration "
+                "with another number before each step"
+            )
 
     def run(
         self,
@@ -422,6 +464,8 @@ class Runtime:
     ) -> StageCompute:
         """Run one step. On failure, drop deferred weight gradients and abort the transport."""
         trains = not call.forward_only
+        if trains:
+            self._check_draws(call.chunks)
         splits_backward = self.pipeline.full.splits_backward
         stages = self.placement.stages_of[self.rank]
         for stage, chunk in zip(stages, call.chunks, strict=True):
@@ -464,6 +508,7 @@ class Runtime:
                 self._checked.add(table)
             with sync, compute.around_step():
                 executor.run()
+            compute.check_data()
         except BaseException as error:
             self.splits.clear()
             for feature in self.features:

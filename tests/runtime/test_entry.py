@@ -328,10 +328,15 @@ def _shared_data(name: str, ranks: int) -> list[Any]:
     use(chosen)
     stages = list(chosen.placement.stages_of[dist.get_rank()])
     found: list[Any] = []
-    for shared in (False, True):
+    for way in ("one for each", "shared", "the same for each"):
         model = toy.chunks(toy.config(), stages)
         each = [({"x": x} for x in toy.samples(M)) for _ in stages]
-        data = each[0] if shared else each
+        ways: dict[str, Any] = {
+            "one for each": each,
+            "shared": each[0],
+            "the same for each": [each[0]] * len(stages),
+        }
+        data = ways[way]
         reports = _step(
             model[0].config,
             model,
@@ -346,9 +351,10 @@ def _shared_data(name: str, ranks: int) -> list[Any]:
 
 
 def test_chunks_may_share_one_data_iterator() -> None:
-    for many, one, told in run_ranks(2, _shared_data, "zb-v", 2):
-        assert _plain(many[0]) == _plain(one[0])
+    for many, one, same, told in run_ranks(2, _shared_data, "zb-v", 2):
+        assert _plain(many[0]) == _plain(one[0]) == _plain(same[0])
         assert all(map(torch.equal, many[1], one[1]))
+        assert all(map(torch.equal, many[1], same[1]))
         assert told == (
             "data_iterator has 3 iterators, but this rank holds 2 model chunks; pass one iterator "
             "per chunk, or a single one that all chunks share"

@@ -94,7 +94,7 @@ def test_the_launcher_knows_the_line_with_which_a_restart_begins(
     begin(state(iteration=2, initial_world_size=5))
     line = keeper._RESTART.search(capfd.readouterr().err.encode())
     assert line is not None
-    assert line.groups() == (b"2", b"5")
+    assert line.groups() == (b"2", b"2", b"5")
 
 
 def test_torchs_hooks_for_uncaught_exceptions_do_not_pile_up(

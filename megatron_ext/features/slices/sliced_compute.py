@@ -850,6 +850,16 @@ class SlicedData(MicrobatchData):
             self._documents[microbatch] = _documents_on_host(item)
         return item
 
+    def check_all_taken(self) -> None:
+        """Check that the forward step has called `next` for every slice, or for none."""
+        super().check_all_taken()
+        if self._parts:
+            microbatch, slice_index = divmod(min(self._parts), self._num_slices)
+            raise ScheduleError(
+                f"the forward step did not call next() for slice {slice_index} of micro-batch "
+                f"{microbatch}; with slices, call it once each time, or disable slices"
+            )
+
     def documents(self, microbatch: int) -> tuple[int, ...]:
         """Return the bounds of packed sequences if this rank has them on the host, else ()."""
         return self._documents.get(microbatch, ())
