@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DURATIONS = Path(__file__).with_name("durations.json")
 KNOWN_FROM_S = 0.5
-SHORT_S = 2.5
+SHORT_S = 2.0
 """Seconds for all cases of one test together, unless it is marked with `short_s`."""
 
 
