@@ -86,8 +86,8 @@ def _in_steps(
         subscribe(in_force)
         observers = in_force.observers
         if kwargs.get("forward_only"):
-            # An evaluation is not part of a step. Complete the previous step here,
-            # because nothing else does if the program has its own optimizer.
+            # An evaluation is not part of a step. Report it here, because nothing else
+            # does if the program has its own optimizer.
             for observer in observers:
                 observer.end_iteration()
             observers = []
@@ -127,7 +127,8 @@ def _record_digests(
 
     @functools.wraps(schedule)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _records_digests():
+        # An evaluation is not recorded, and may run another model while weights are awaited.
+        if _records_digests() and not kwargs.get("forward_only"):
             from megatron_ext.tracing import digests
 
             in_force = active.active()

@@ -7,8 +7,9 @@ the step is complete:
     {"step":7,"schedule":"zb-h1","records":[["forward",0,"decoder.layers.3.mlp","",2,1,"2F0",4096,
      "9f...",1.5,[...]],...],"crc":2774823}
 
-`crc` is the CRC-32 of the records' text on the line. If a rank is killed, the last line of its file
-is incomplete, and the reader skips it. The reader needs only the standard library.
+`crc` is the CRC-32 of the records' text on the line. A line `{"gap":"..."}` says why a step was not
+recorded. If a rank is killed, the last line of its file is incomplete, and the reader skips it. The
+reader needs only the standard library.
 
 If the job restarts in the same processes (`--inprocess-restart`), each rank continues in a new
 file, `digests-rank-00003-restart-1.jsonl`. `read_folder` joins a rank's files.
@@ -52,6 +53,9 @@ Kind = Literal["forward", "backward", "weight gradient", "reduced gradient", "we
     weights           one parameter after the step; for step 0, before the first step
 """
 KINDS: tuple[Kind, ...] = typing.get_args(Kind)
+FIRST_READING = " (first of two readings)"
+"""Ends the names of weights as they were when an evaluation, or another model's step, began. They
+are recorded only if any of them changed before the end of the step to which they belong."""
 MEGATRONS = "Megatron's own"
 """The recorded name of Megatron's own schedules."""
 NO_MICROBATCH = -1
@@ -134,6 +138,8 @@ class RankFile:
     """Training step -> the schedule that ran it."""
     is_cut: bool = False
     """Whether the last line was incomplete, so its step was skipped."""
+    gap: str = ""
+    """Why a step was not recorded; empty if all were."""
 
 
 def folder_asked_for() -> Path | None:
@@ -213,6 +219,10 @@ class Writer:
             f'"crc":{crc}}}'
         )
 
+    def gap(self, reason: str) -> None:
+        """Append why a step is not recorded, so that equality of the other steps proves nothing."""
+        self._write(json.dumps({"gap": reason}))
+
     def _write(self, line: str) -> None:
         self._file.write(line + "\n")
         self._file.flush()  # if the rank is killed later, its steps are in the file
@@ -260,6 +270,7 @@ def _joined(files: list[RankFile]) -> RankFile:
     for file in restarted:
         _check_same_ranks(first, file)
         joined.is_cut = joined.is_cut or file.is_cut
+        joined.gap = joined.gap or file.gap
         if file.header.host != hosts[-1]:
             hosts.append(file.header.host)
         # The job restarted again before its first step.
@@ -327,6 +338,9 @@ def read(path: Path) -> RankFile:
         header = Header(**header_fields)
         content = RankFile(path, header, is_cut=bool(remainder))
         for number, step in numbered_values:
+            if "gap" in step:
+                content.gap = step["gap"]
+                continue
             # Re-encoding the parsed records yields the text whose checksum was written,
             # because Python writes each float with enough digits to identify it.
             text = json.dumps(step["records"], separators=(",", ":"))

@@ -10,6 +10,10 @@ The recorder observes modules through forward hooks and gradients through hooks 
 it also works with Megatron's own schedules. Weights get no hooks: the runtime does not defer the
 gradient of a weight that has a hook (`runtime/split.py`), so hooks would change the recorded run.
 Instead, the recorder reads weight gradients after each action.
+
+A program may train several models, such as an actor and a critic. Each training step belongs to one
+model, and its new weights are read when that model's next step begins, unless Megatron's optimizer
+reports its end before. Evaluations are not recorded, whichever model they run.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core import parallel_state as groups
@@ -32,6 +37,7 @@ from megatron_ext.config import active
 from megatron_ext.config.feature_rules import feature_rules
 from megatron_ext.observer import Observer
 from megatron_ext.tracing.digest_files import (
+    FIRST_READING,
     MEGATRONS,
     NO_MICROBATCH,
     ROUNDING,
@@ -182,17 +188,26 @@ class _Chunk:
     model: torch.nn.Module
     stage: int
     weights: list[_Weight]
+    model_prefix: str = ""
+    """Distinguishes the names of a second model; empty for the model that trained first."""
     handles: list[Any] = field(default_factory=list)
 
     @property
-    def is_megatrons(self) -> bool:
-        """Whether the model is Megatron's. Only Megatron's layers have a global number."""
-        return hasattr(unwrap_model(self.model), "pre_process")
+    def root(self) -> Any:
+        """The chunk's module without Megatron's wrappers."""
+        return unwrap_model(self.model)
+
+    def recorded_name(self, stage: int, name: str) -> str:
+        """Return a module's or parameter's name within the whole model."""
+        # Only the layers of Megatron's models have a global number.
+        if not hasattr(self.root, "pre_process"):
+            name = f"stage {stage}.{name}"
+        return self.model_prefix + name
 
     @property
     def recomputes_layers(self) -> bool:
         """Whether a backward pass starts by recomputing its layers' forward passes."""
-        config = getattr(unwrap_model(self.model), "config", None)
+        config = getattr(self.root, "config", None)
         return getattr(config, "recompute_granularity", None) == "full"
 
     @property
@@ -200,6 +215,26 @@ class _Chunk:
         """Whether the chunk's gradients are reduced while its last backward pass runs."""
         settings = getattr(self.model, "ddp_config", None)
         return bool(getattr(settings, "overlap_grad_reduce", False))
+
+
+@dataclass(eq=False)
+class _Step:
+    """A training step of one model."""
+
+    number: int
+    """Counted across resumed runs; 0 before the first step."""
+    chunks: Sequence[_Chunk]
+    schedule: str | None = None
+    """The schedule that ran the step; None if only weights are recorded."""
+    records: list[_Pending] = field(default_factory=list)
+    occurrences: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    """How many times each tensor was recorded."""
+    has_first_reading: bool = False
+    """Whether the weights were read when another schedule began."""
+
+    def trains(self, chunks: Sequence[_Chunk]) -> bool:
+        """Return whether this is a step of the model that has these chunks."""
+        return self.chunks[0].model_prefix == chunks[0].model_prefix
 
 
 class DigestRecorder(Observer):
@@ -213,21 +248,26 @@ class DigestRecorder(Observer):
     ) -> None:
         self._configuration = configuration
         self._writer = writer
-        self._schedule: str | None = None
-        """The schedule that ran the step in progress, or None before the first step."""
         self._operators = operators
         """Records the operators at one place instead of digests; None if digests are recorded."""
         self._fingerprints = Fingerprints()
         self._rounds_differently = rounds_differently()
         self._chunks: list[_Chunk] = []
+        """The chunks of the model that trained last, which have the hooks."""
+        self._model_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """A model's first chunk -> its place in the order in which models first trained, from 1."""
+        self._num_models = 0
         self._compute: StageCompute | None = None
         self._num_microbatches = 0
-        self._number = 0
-        """The training step's number, counted across resumed runs."""
-        self._records: list[_Pending] = []
-        """Records of the step in progress."""
-        self._occurrences: Counter[tuple[Any, ...]] = Counter()
-        """How many times each tensor was recorded in this step."""
+        self._step = _Step(0, ())
+        """The last step that was recorded, which may be in progress."""
+        self._awaited: list[_Step] = []
+        """Steps whose schedule has finished but whose new weights have not been recorded yet; at
+        most one for each model. They hold their models, whose optimizers may not have run."""
+        self._prefixes_of_steps: dict[int, str] = {}
+        """A step's number -> the prefix of the model to which it belongs."""
+        self._has_gap = False
+        """Whether a step that cannot be recorded was reported."""
         self._running: list[Action] = []
         """Actions in progress; for a pair, the forward action followed by the backward action."""
         self._position = 0
@@ -235,9 +275,6 @@ class DigestRecorder(Observer):
         """Ids of the weights whose gradients the running W computes."""
         self._is_training = False
         """Whether a schedule is running for training rather than for an evaluation."""
-        self._awaits_weights = False
-        """Whether the schedule has finished but the step's new weights have not been recorded
-        yet."""
         self._num_optimizers = 0
         """Nesting depth of the optimizers in progress."""
         self._replica, self._num_replicas = _data_place()
@@ -253,11 +290,12 @@ class DigestRecorder(Observer):
     # Steps.
 
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
-        """Add hooks to the modules in a rank's chunks, once."""
+        """Add hooks to the modules in the chunks of the model that is about to train, once."""
         # Every step calls this, usually with the same models as the previous step.
         if [chunk.model for chunk in self._chunks] == list(models):
             return
         self._remove_hooks()
+        model_prefix = self._model_prefix(models[0])
         # Shared by all chunks, so that a weight used by several chunks is recorded only once.
         weight_ids: set[int] = set()
         for index, model in enumerate(models):
@@ -265,8 +303,8 @@ class DigestRecorder(Observer):
             # weights are recorded.
             stage = self._stage_of(index)
             weights = list(_weights_of(model, weight_ids))
-            chunk = _Chunk(model, stage, weights)
-            root = unwrap_model(model)
+            chunk = _Chunk(model, stage, weights, model_prefix)
+            root = chunk.root
             for name, module in _watched_modules(root):
                 before = partial(self._before_forward, name)
                 after = partial(self._after_forward, name)
@@ -279,53 +317,125 @@ class DigestRecorder(Observer):
                 chunk.handles.append(handle)
             self._chunks.append(chunk)
 
+    def _model_prefix(self, first_chunk: torch.nn.Module) -> str:
+        """Return what distinguishes a model's names from those of the model that trained first."""
+        root = unwrap_model(first_chunk)
+        if root not in self._model_numbers:
+            self._num_models += 1
+            self._model_numbers[root] = self._num_models
+            if self._num_models > 1:
+                self._warn(
+                    f"{VARIABLE}: the program trains several models; the names of tensors in model "
+                    f"{self._num_models} begin with 'model {self._num_models}.'"
+                )
+        number = self._model_numbers[root]
+        if number == 1:
+            return ""
+        return f"model {number}."
+
     def begin_iteration(self, num_microbatches: int) -> None:
-        """Complete the previous step and start recording."""
+        """Complete the model's previous step and start recording."""
+        num_recorded = self._step.number
+        is_first = num_recorded == 0
         num_done = self._configuration.iteration
         if num_done is None:
             arguments = megatron_arguments()
-            num_done = getattr(arguments, "curr_iteration", self._number)
-        is_first = self._number == 0
-        # Optimizers other than Megatron's do not report when they finish, so the step ends here. If
-        # Megatron repeats the previous step, that step does not count as done.
-        if self._awaits_weights and num_done >= self._number:
-            self._end_step()
-        # Any records left are from a step that failed or that Megatron repeats.
-        self._drop()
-        self._awaits_weights = False
-        self._number = 1 + num_done
+            num_done = getattr(arguments, "curr_iteration", num_recorded)
+        self._end_previous_step(num_done)
+        self._read_awaited_weights()
+        self._running.clear()
+        self._compute = None
+        number = 1 + num_done
+        # A folder has one step of each number, so another model's step would replace this one.
+        model_prefix = self._chunks[0].model_prefix
+        if self._prefixes_of_steps.setdefault(number, model_prefix) != model_prefix:
+            self._report_gap(number)
+            return
         self._num_microbatches = num_microbatches
         # The weights before the first step are recorded as step 0.
         if is_first:
-            self._record_weights()
-            self._write(self._number - 1)
+            self._prefixes_of_steps[num_done] = model_prefix
+            before = _Step(num_done, self._chunks)
+            self._record_weights(before)
+            self._write(before)
+        # This drops any records left from a step that failed or that Megatron repeats. `begin_step`
+        # names the table, if one runs this step.
+        self._step = _Step(number, self._chunks, MEGATRONS)
         self._is_training = True
-        # `begin_step` names the table, if one runs this step.
-        self._schedule = MEGATRONS
+
+    def _end_previous_step(self, num_done: int) -> None:
+        """Record the new weights of the previous step of the model that is about to train.
+
+        Optimizers other than Megatron's do not report when they finish, but the model's optimizer
+        has run when its next step begins.
+        """
+        for step in list(self._awaited):
+            if not step.trains(self._chunks):
+                continue
+            # If Megatron repeats the step, it does not count as done.
+            if num_done >= step.number:
+                self._end_step(step)
+            else:
+                self._awaited.remove(step)
+
+    def _read_awaited_weights(self) -> None:
+        """Read the weights that awaited steps have now, in case the program replaces them later.
+
+        Their optimizers may or may not have run, so the weights are read again at the end of the
+        step. For example, a program may load its best checkpoint after the last evaluation.
+        """
+        for step in self._awaited:
+            if not step.has_first_reading:
+                step.has_first_reading = True
+                self._record_weights(step, FIRST_READING)
+
+    def _report_gap(self, number: int) -> None:
+        """Say once that another model's step has the same number, so this one is not recorded."""
+        if self._has_gap:
+            return
+        self._has_gap = True
+        reason = (
+            f"step {number} trained several models, of which only the first was recorded; call "
+            "megatron_ext.begin_iteration with a new number before each model's step"
+        )
+        self._writer.gap(reason)
+        self._warn(f"{VARIABLE}: {reason}")
+
+    def _warn(self, text: str) -> None:
+        if self._writer.header.rank == 0:
+            _log.warning("%s", text)
 
     def end_schedule(self) -> None:
         """Record the reduced gradients."""
+        # The step is not recorded.
+        if not self._is_training:
+            return
         self._is_training = False
         for chunk in self._chunks:
             for position, weight in enumerate(chunk.weights):
                 gradient = _gradient_of(weight.parameter)
                 if gradient is not None:
                     self._add_of_weight(
+                        self._step,
                         "reduced gradient",
-                        chunk.stage,
+                        chunk,
                         position,
                         weight,
                         gradient,
                     )
-        self._awaits_weights = True
+        self._awaited.append(self._step)
 
     def end_iteration(self) -> None:
-        """Stop recording because the step has failed or an evaluation begins."""
+        """Stop recording because the step has failed or an evaluation begins.
+
+        An evaluation does not show that the optimizer has run, so it does not end a step.
+        """
         self._is_training = False
         if self._operators is not None:
             self._operators.stop()
-        if self._awaits_weights and not self._num_optimizers:
-            self._end_step()
+        if not self._has_weights:
+            self._end_all_steps()
+        self._read_awaited_weights()
 
     def begin_collective(self, name: str) -> None:
         """Count nested optimizers, because a chained optimizer calls other optimizers."""
@@ -337,41 +447,47 @@ class DigestRecorder(Observer):
         if name != "optimizer":
             return
         self._num_optimizers -= 1
-        if not self._num_optimizers and self._awaits_weights:
-            self._end_step()
+        # If several models await their optimizers, it is unknown which one has finished.
+        if not self._num_optimizers and len(self._awaited) == 1:
+            self._end_all_steps()
 
     def close(self) -> None:
         """Complete the file and remove all hooks from the model."""
         atexit.unregister(self.close)  # atexit would keep the configuration alive
-        if self._awaits_weights:
-            self._end_step()
+        self._end_all_steps()
         self._remove_hooks()
         self._writer.close()
 
-    def _end_step(self) -> None:
-        self._awaits_weights = False
-        self._record_weights()
-        self._write(self._number)
+    def _end_all_steps(self) -> None:
+        for step in list(self._awaited):
+            self._end_step(step)
 
-    def _record_weights(self) -> None:
-        for chunk in self._chunks:
+    def _end_step(self, step: _Step) -> None:
+        self._awaited.remove(step)
+        self._record_weights(step)
+        self._write(step)
+
+    def _record_weights(self, step: _Step, suffix: str = "") -> None:
+        for chunk in step.chunks:
             for position, weight in enumerate(chunk.weights):
                 self._add_of_weight(
+                    step,
                     "weights",
-                    chunk.stage,
+                    chunk,
                     position,
                     weight,
                     weight.parameter,
+                    suffix,
                 )
 
-    def _write(self, number: int) -> None:
+    def _write(self, step: _Step) -> None:
         """Read the results from the device between two steps and write them.
 
         Steps without records are written too, for example on a forward rank whose stage is computed
         by the backward rank, because the reader skips a step unless all ranks have completed it.
         """
         # Copy all fingerprints to the host in two transfers instead of two per record.
-        fingerprints = [record.fingerprint for record in self._records]
+        fingerprints = [record.fingerprint for record in step.records]
         bits: list[int] = []
         sizes: list[list[float]] = []
         if fingerprints:
@@ -381,7 +497,7 @@ class DigestRecorder(Observer):
             sizes = all_sizes.tolist()
         records = []
         for pending, hash_value, (norm, *projections) in zip(
-            self._records, bits, sizes, strict=True
+            step.records, bits, sizes, strict=True
         ):
             record = Record(
                 pending.kind,
@@ -397,27 +513,26 @@ class DigestRecorder(Observer):
                 projections,
             )
             records.append(record)
-        self._writer.step(number, records, self._schedule)
-        self._drop()
-
-    def _drop(self) -> None:
-        self._records.clear()
-        self._occurrences.clear()
-        self._running.clear()
-        self._compute = None
+        records = _without_repeated_reading(records)
+        self._writer.step(step.number, records, step.schedule)
+        # The recorder keeps the step until the next one begins.
+        step.records.clear()
 
     def _remove_hooks(self) -> None:
         for chunk in self._chunks:
             for handle in chunk.handles:
                 handle.remove()
-        self._chunks.clear()
+        # Awaited steps hold the previous list.
+        self._chunks = []
 
     # Actions.
 
     def begin_step(self, compute: StageCompute) -> None:
         """Keep the object that holds the table's placement and the deferred weight gradients."""
+        if not self._is_training:
+            return
         self._compute = compute
-        self._schedule = self._writer.header.schedule
+        self._step.schedule = self._writer.header.schedule
 
     def begin_action(self, action: Action) -> None:
         """Record which action begins."""
@@ -433,7 +548,7 @@ class DigestRecorder(Observer):
             self._deferred = splits.waiting(action.stage, action.microbatch)
         if self._operators is not None:
             microbatch = self._number_in_batch(action.stage, action.microbatch)
-            self._operators.begin_action(self._number, microbatch, action)
+            self._operators.begin_action(self._step.number, microbatch, action)
 
     def end_action(self, position: int, action: Action) -> None:
         """Record the weight gradients that an action has added to."""
@@ -536,7 +651,7 @@ class DigestRecorder(Observer):
         replacement = None
         if self._rounds_differently:
             microbatch = self._number_in_batch(action.stage, action.microbatch)
-            rounded = rounded_differently(tensor, name, self._number, microbatch)
+            rounded = rounded_differently(tensor, name, self._step.number, microbatch)
             replacement = with_first(output, tensor, rounded)
             tensor = rounded
         if action.kind == "F":
@@ -600,7 +715,7 @@ class DigestRecorder(Observer):
         if recorder is None:
             return None
         place = recorder.place
-        is_module = self._recorded_name(stage, name) == place.module
+        is_module = self._chunks[0].recorded_name(stage, name) == place.module
         is_place = is_module and direction == place.direction
         return recorder if is_place else None
 
@@ -625,9 +740,10 @@ class DigestRecorder(Observer):
             parts.append(f"s{action.slice}")
         number = self._number_in_batch(action.stage, microbatch)
         self._append(
+            self._step,
             kind,
             number,
-            name,
+            self._chunks[0].recorded_name(action.stage, name),
             parts,
             action.stage,
             position,
@@ -637,21 +753,24 @@ class DigestRecorder(Observer):
 
     def _add_of_weight(
         self,
+        step: _Step,
         kind: Kind,
-        stage: int,
+        chunk: _Chunk,
         position: int,
         weight: _Weight,
         tensor: torch.Tensor,
+        suffix: str = "",
     ) -> None:
         if weight.shard is not None:
             tensor = tensor.reshape(-1)[weight.shard]
         if tensor.numel() and self._has_weights:
             self._append(
+                step,
                 kind,
                 NO_MICROBATCH,
-                weight.name,
+                chunk.recorded_name(chunk.stage, weight.name) + suffix,
                 self._weight_parts,
-                stage,
+                chunk.stage,
                 position,
                 "",
                 tensor,
@@ -659,6 +778,7 @@ class DigestRecorder(Observer):
 
     def _append(
         self,
+        step: _Step,
         kind: Kind,
         microbatch: int,
         name: str,
@@ -672,14 +792,13 @@ class DigestRecorder(Observer):
         # module's.
         if self._operators is not None:
             return
-        name = self._recorded_name(stage, name)
         part = ".".join(filter(None, parts))
         # Some modules run several times in one action, such as the output layer with multi-token
         # prediction. Distinguish stages too: in a folded pipeline, a rank may hold copies of the
         # same module on two stages.
         place = kind, microbatch, name, part, stage
-        occurrence = self._occurrences[place]
-        self._occurrences[place] += 1
+        occurrence = step.occurrences[place]
+        step.occurrences[place] += 1
         if occurrence:
             part = f"{part}.n{occurrence}".lstrip(".")
         fingerprint = self._fingerprints.of(tensor)
@@ -694,13 +813,7 @@ class DigestRecorder(Observer):
             tensor.numel(),
             fingerprint,
         )
-        self._records.append(pending)
-
-    def _recorded_name(self, stage: int, name: str) -> str:
-        """Return a module's or parameter's name within the whole model."""
-        if self._chunks[0].is_megatrons:
-            return name
-        return f"stage {stage}.{name}"
+        step.records.append(pending)
 
     def _number_in_batch(self, stage: int, microbatch: int) -> int:
         """Return a micro-batch's number within the global batch."""
@@ -710,6 +823,25 @@ class DigestRecorder(Observer):
             # The micro-batch started on the twin, the neighbour in the data-parallel group.
             replica ^= 1
         return microbatch * self._num_replicas + replica
+
+
+def _without_repeated_reading(records: list[Record]) -> list[Record]:
+    """Return a step's records without the first reading of its weights if nothing changed since."""
+    bits_of_weights: dict[tuple[str, str, int], str] = {}
+    first_reading = []
+    others = []
+    for record in records:
+        if record.module.endswith(FIRST_READING):
+            first_reading.append(record)
+            continue
+        others.append(record)
+        if record.kind == "weights":
+            bits_of_weights[record.module, record.part, record.stage] = record.bits
+    for record in first_reading:
+        final_name = record.module.removesuffix(FIRST_READING)
+        if record.bits != bits_of_weights.get((final_name, record.part, record.stage)):
+            return records
+    return others
 
 
 def _begin_module(operators: OperatorRecorder, _gradient: torch.Tensor) -> None:

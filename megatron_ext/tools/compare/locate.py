@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 
 from megatron_ext.errors import DataError
 from megatron_ext.tracing.digest_files import (
+    FIRST_READING,
     KINDS,
     NO_MICROBATCH,
     OPERATORS,
@@ -63,6 +64,8 @@ _SIZES = {
 """Header field -> its description. These fields determine the summation order for every tensor."""
 LAYER = re.compile(r"(?P<stack>.*\blayers)\.(?P<number>\d+)(?:\.(?P<module>.*))?")
 """Matches the name of a layer, or of a module or parameter inside a layer."""
+_WHOLE_MODEL = re.compile(r"(model \d+\.)?(stage \d+\.)?model")
+"""Matches the name of a model as a whole, including a program's second model."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,11 @@ class Difference:
     """Allowed relative difference, or 0 if the tensors must be bit-identical."""
 
     @property
+    def is_of_whole_model(self) -> bool:
+        """Whether the tensor is the model's output or its gradient."""
+        return _WHOLE_MODEL.fullmatch(self.name) is not None
+
+    @property
     def tensor(self) -> str:
         """Description of the tensor."""
         where = self.module
@@ -126,7 +134,7 @@ class Difference:
         # For the whole model, the recorded gradient is that of the output, but for a
         # module, it is that of the input.
         if self.kind == "backward":
-            end = "output" if where == "model" else "input"
+            end = "output" if self.is_of_whole_model else "input"
             return f"the gradient of the {end} of {where}"
         names = {
             "weight gradient": "the weight gradient",
@@ -290,7 +298,8 @@ class _Run:
     steps: dict[int, dict[_Key, _Tensor]]
     """The steps that all ranks have completed."""
     gap: str = ""
-    """Which step is incomplete or did not run the configured schedule; empty if there is none."""
+    """Which step is incomplete, was not recorded or did not run the configured schedule; empty if
+    there is none."""
 
     @classmethod
     def read(cls, folder: Path, *, settings: str = "") -> _Run:
@@ -315,7 +324,7 @@ class _Run:
         steps_of_ranks = [set(file.steps) for file in files]
         common = set.intersection(*steps_of_ranks)
         longest = set.union(*steps_of_ranks)
-        gap = _other_schedule(folder, files)
+        gap = _unrecorded(folder, files) or _other_schedule(folder, files)
         # A killed rank may be missing the last steps, so compare only
         # steps that all ranks have.
         if common != longest:
@@ -345,7 +354,8 @@ class _Run:
         for file in self.files:
             for records in file.steps.values():
                 for record in records:
-                    if record.kind == "weights":
+                    is_repeated = record.module.endswith(FIRST_READING)
+                    if record.kind == "weights" and not is_repeated:
                         stage = file.header.rank, record.stage
                         names_by_stage[stage].add(record.module)
         return {frozenset(names) for names in names_by_stage.values()}
@@ -356,6 +366,14 @@ class _Run:
         for step in steps:
             names.update((kind, module) for kind, _, module in self.steps[step])
         return names
+
+
+def _unrecorded(folder: Path, files: Sequence[RankFile]) -> str:
+    """Return why a rank did not record a step, or an empty text if all steps were recorded."""
+    for file in files:
+        if file.gap:
+            return f"{folder}: {file.gap}"
+    return ""
 
 
 def _other_schedule(folder: Path, files: Sequence[RankFile]) -> str:

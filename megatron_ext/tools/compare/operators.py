@@ -22,7 +22,7 @@ _MAX_LISTED = 4
 def place_of(difference: Difference) -> Place | None:
     """Return where to record operators for a difference, or None if no module computed it."""
     kind = difference.kind
-    if kind not in ("forward", "backward") or difference.name == "model":
+    if kind not in ("forward", "backward") or difference.is_of_whole_model:
         return None
     if difference.reference is None or difference.candidate is None:
         return None

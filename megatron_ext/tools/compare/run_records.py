@@ -365,9 +365,11 @@ class Deviations:
     `--clip-grad 0`, some of Megatron's optimizers report 0.0 instead of a norm."""
     num_updates: int = 0
     """Number of steps in which neither run skipped the weight update."""
+    num_weight_changes: int = 0
+    """Number of these steps whose learning rate is not 0, or is unknown."""
     num_gradients: int = 0
-    """Number of these steps in which gradients were compared, by their norm or by the weights they
-    changed."""
+    """Number of these steps in which gradients were compared, by their norm or by a later loss that
+    depends on the weights they changed."""
     without_loss: int | None = None
     """The first iteration that both runs trained without recording a loss, or None."""
     not_finite: Deviation | None = None
@@ -396,6 +398,11 @@ class Deviations:
             )
         if self.without_loss is not None:
             return f"the runs recorded no loss at iteration {self.without_loss}"
+        if not self.num_gradients and self.num_weight_changes:
+            return (
+                "no gradient norm was recorded, and no loss after a weight update, so no gradient "
+                "was compared; train at least 2 steps, or set --clip-grad"
+            )
         if not self.num_gradients:
             return (
                 "the learning rate is 0 and no gradient norm was recorded, so no gradient was "
@@ -410,7 +417,10 @@ def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
     num_losses = 0
     num_norms = 0
     num_updates = 0
+    num_weight_changes = 0
     num_gradients = 0
+    # Weight changes since the last loss, which no number depends on yet.
+    num_unseen_changes = 0
     losses: list[Deviation] = []
     norms: list[Deviation] = []
     first_iteration: int | None = None
@@ -425,8 +435,18 @@ def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
         has_norm = bool(step.gradient_norm and other.gradient_norm)
         num_updates += is_update
         num_norms += has_norm
+        # The step computes its loss before it updates the weights, so its loss depends on
+        # earlier updates only.
+        if step.losses and other.losses:
+            num_gradients += num_unseen_changes
+            num_unseen_changes = 0
         # With a learning rate of 0, later losses do not depend on the gradients.
-        num_gradients += is_update and (has_norm or step.learning_rate != 0)
+        changes_weights = is_update and step.learning_rate != 0
+        num_weight_changes += changes_weights
+        if is_update and has_norm:
+            num_gradients += 1
+        elif changes_weights:
+            num_unseen_changes += 1
         has_loss = bool(step.losses or other.losses)
         if without_loss is None and is_update and not has_loss:
             without_loss = step.iteration
@@ -459,6 +479,7 @@ def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
         num_losses=num_losses,
         num_norms=num_norms,
         num_updates=num_updates,
+        num_weight_changes=num_weight_changes,
         num_gradients=num_gradients,
         without_loss=without_loss,
         not_finite=not_finite,
@@ -488,6 +509,7 @@ def largest(rounds: Sequence[Deviations]) -> Deviations:
         num_losses=min(one_round.num_losses for one_round in rounds),
         num_norms=min(one_round.num_norms for one_round in rounds),
         num_updates=min(one_round.num_updates for one_round in rounds),
+        num_weight_changes=min(one_round.num_weight_changes for one_round in rounds),
         num_gradients=min(one_round.num_gradients for one_round in rounds),
         without_loss=_earliest(one_round.without_loss for one_round in rounds),
         not_finite=not_finite,

@@ -451,6 +451,33 @@ def test_a_learned_tolerance_allows_nothing_where_bits_are_promised(
     assert comparison.tolerance == "none, all bits must be equal"
 
 
+@pytest.mark.parametrize("model", ["model", "model 2.model", "model 2.stage 0.model"])
+def test_the_gradient_of_a_model_is_that_of_its_output(
+    tmp_path: Path, model: str
+) -> None:
+    whole = record("backward", 0, 0, module=model)
+    first = write(tmp_path / "reference", [whole])
+    second = write(tmp_path / "candidate", [whole._replace(bits="1" * 32)])
+    difference = locate(first, second)
+    assert difference is not None
+    assert f"the gradient of the output of {model} differs" in difference.sentence()
+
+
+def test_a_step_that_was_not_recorded_is_a_gap(tmp_path: Path) -> None:
+    """The restart repeats the step, but nothing shows that it ran the same."""
+    folders = []
+    for name in ("reference", "candidate"):
+        folder = write(tmp_path / name, step_records())
+        writer = Writer(folder, Header(0, "a", restart=1))
+        writer.gap("step 2 trained several models")
+        writer.step(2, step_records())
+        writer.close()
+        folders.append(folder)
+    comparison = compare(*folders)
+    assert comparison.difference is None
+    assert comparison.gap == f"{folders[0]}: step 2 trained several models"
+
+
 def test_gradients_of_other_replicas_are_not_held_to_a_tolerance_of_zero(
     tmp_path: Path,
 ) -> None:

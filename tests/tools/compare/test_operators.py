@@ -179,6 +179,11 @@ IN_LAYER = Difference(
         ),
         ({"kind": "weight gradient"}, None),
         ({"name": "model"}, None),
+        ({"name": "model 2.model"}, None),
+        (
+            {"name": "model 2.decoder.layers.2.mlp"},
+            Place(3, 1, "forward", "model 2.decoder.layers.2"),
+        ),
         ({"candidate": None}, None),
     ],
 )

@@ -195,6 +195,20 @@ def test_equal_numbers_that_prove_nothing_are_not_equal(
     assert itself.verdict.startswith("unknown whether the recipe is deterministic: ")
 
 
+@pytest.mark.parametrize("norm", [None, 0.0])
+def test_a_single_step_without_a_norm_proves_nothing(
+    tmp_path: Path, norm: float | None
+) -> None:
+    """For example, the recipe has `--clip-grad 0` and `--train-iters 1`."""
+    contenders = []
+    for candidate in (Candidate(REFERENCE, ()), ZB_V):
+        owner = contender(tmp_path, candidate, losses=LOSSES[:1])
+        contenders.append(_with_steps(owner, gradient_norm=norm))
+    answer = judge(contenders)
+    assert (answer.rows[1].judgement, answer.code) == ("unproven", FAILED)
+    assert "so no gradient was compared; train at least 2 steps" in answer.verdict
+
+
 def test_losses_of_some_steps_prove_nothing(tmp_path: Path) -> None:
     contenders = [own(tmp_path), contender(tmp_path)]
     for owner in contenders:

@@ -129,3 +129,41 @@ def test_an_iteration_that_only_one_run_skips_is_a_difference() -> None:
     )
     assert difference.skipped == 1
     assert not difference.are_none
+
+
+def _without_norms(rates: list[float], norm: float | None = None) -> RunRecord:
+    steps = []
+    for number, rate in enumerate(rates):
+        steps.append(Step(number, {"lm loss": 2.0}, norm, False, 0.1, rate))
+    return RunRecord(steps)
+
+
+@pytest.mark.parametrize("norm", [None, 0.0])
+@pytest.mark.parametrize("rates", [[1e-3], [0.0, 0.0, 1e-3]], ids=["one", "last"])
+def test_an_update_without_a_later_loss_proves_nothing(
+    rates: list[float], norm: float | None
+) -> None:
+    """The loss of a step precedes its update, so with `--clip-grad 0`, no gradient is compared."""
+    record = _without_norms(rates, norm)
+    difference = deviations(record, record)
+    assert difference.num_gradients == 0
+    assert difference.gap == (
+        "no gradient norm was recorded, and no loss after a weight update, so no gradient was "
+        "compared; train at least 2 steps, or set --clip-grad"
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "num_gradients"),
+    [
+        (_without_norms([1e-3, 1e-3, 1e-3]), 2),
+        (_without_norms([0.0, 1e-3, 0.0]), 1),
+        (_without_norms([1e-3], norm=1.5), 1),
+    ],
+    ids=["losses", "one update", "norm"],
+)
+def test_an_update_is_compared_by_a_later_loss_or_by_its_norm(
+    record: RunRecord, num_gradients: int
+) -> None:
+    difference = deviations(record, record)
+    assert (difference.num_gradients, difference.gap) == (num_gradients, "")
