@@ -1,20 +1,25 @@
 """Patches that let schedules compute weight gradients after input gradients.
 
-Layer patches act only inside `SplitBackward.defer`, which the executor enters for an I's backward
-pass.
+Patches to backward passes act only inside `SplitBackward.defer`, which the executor enters for an
+I's backward pass. Layers that are built to defer are switched off until then, so that any other
+schedule computes their weight gradients as usual.
 """
 
 from __future__ import annotations
 
+import weakref
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext.config import active
+from megatron_ext.config.incompatible import DELAYS_FOR_W
 from megatron_ext.errors import ScheduleError
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
+from megatron_ext.patches.registry import REGISTRY
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_TE_LAYERS = "transformer_engine.pytorch.module"
 
 PATCHES = PatchTable(feature="schedules")
 
@@ -86,12 +91,78 @@ def prepare_config(config: Any) -> None:
     """
     from megatron_ext.config.incompatible import uses_te
 
-    if uses_te(config):
-        # Megatron allows this only with its own expert communication overlap, but it
-        # only checks that when a configuration is created.
-        config.delay_wgrad_compute = True
-        # A reduce-scatter during W would delay the input gradient, which I must deliver early.
-        config.tp_comm_bulk_wgrad = False
+    if not uses_te(config):
+        return
+    if not config.delay_wgrad_compute:
+        setattr(config, DELAYS_FOR_W, True)
+        REGISTRY.undo.callback(
+            _restore_config,
+            weakref.ref(config),
+            config.tp_comm_bulk_wgrad,
+        )
+    # Megatron allows this only with its own expert communication overlap, but it
+    # only checks that when a configuration is created.
+    config.delay_wgrad_compute = True
+    # A reduce-scatter during W would delay the input gradient, which I must deliver early.
+    config.tp_comm_bulk_wgrad = False
+
+
+def _restore_config(config_ref: weakref.ref[Any], tp_comm_bulk_wgrad: bool) -> None:
+    """Undo `prepare_config`: without the patches, layers built from now on would stay on."""
+    config = config_ref()
+    if config is None:
+        return
+    setattr(config, DELAYS_FOR_W, False)
+    config.delay_wgrad_compute = False
+    config.tp_comm_bulk_wgrad = tp_comm_bulk_wgrad
+
+
+# The targets are in Transformer Engine, which may not be installed.
+@PATCHES.row(
+    "split_backward.te_linear",
+    f"{_TE_LAYERS}.linear:Linear.__init__",
+    required=False,
+)
+@PATCHES.row(
+    "split_backward.te_layernorm_linear",
+    f"{_TE_LAYERS}.layernorm_linear:LayerNormLinear.__init__",
+    required=False,
+)
+@PATCHES.row(
+    "split_backward.te_layernorm_mlp",
+    f"{_TE_LAYERS}.layernorm_mlp:LayerNormMLP.__init__",
+    required=False,
+)
+@PATCHES.row(
+    "split_backward.te_grouped_linear",
+    f"{_TE_LAYERS}.grouped_linear:GroupedLinear.__init__",
+    required=False,
+)
+def _te_layer(
+    call: Call,
+    instance: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
+    """TE's layers defer weight gradients in every backward pass, but only a schedule that splits
+    them computes these later.
+    """
+    call(*args, **kwargs)
+    store = getattr(instance, "wgrad_store", None)
+    if store is not None and _defers_for_w(instance):
+        # The layer keeps its queue, by which `PostponingLayers` recognises it.
+        store.disable_delay_wgrad_compute()
+
+
+def _defers_for_w(layer: Any) -> bool:
+    """Return whether a new layer defers because of `prepare_config`, not because of the user."""
+    # Megatron's layers have their configuration before Transformer Engine's constructor runs. It
+    # may be older or younger than the active pipeline, so the pipeline does not matter.
+    config = getattr(layer, "config", None)
+    if config is not None:
+        return getattr(config, DELAYS_FOR_W, False)
+    # A program's own module has passed the configuration's setting on.
+    return _splits_backward()
 
 
 @PATCHES.row(

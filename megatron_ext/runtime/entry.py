@@ -20,9 +20,9 @@ from megatron.core.utils import get_model_config
 
 from megatron_ext.config import active
 from megatron_ext.config.incompatible import (
+    DELAYS_FOR_W,
     SET_FOR_TE,
     refuse_built,
-    uses_te,
     why_not_split,
 )
 from megatron_ext.errors import ScheduleError
@@ -369,7 +369,7 @@ def _refuse_settings(
     for chunk in chunks:
         config = get_model_config(chunk)
         set_by_us: tuple[str, ...] = ()
-        if uses_te(config):
+        if getattr(config, DELAYS_FOR_W, False):
             set_by_us = SET_FOR_TE
         refuse_built(config, in_force.config, pipeline, set_by_us)
         if pipeline.full.splits_backward and (reason := why_not_split(config)):

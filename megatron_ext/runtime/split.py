@@ -123,13 +123,15 @@ class SplitBackward:
         return any(chunk.postponing.layers for chunk in self._chunks.values())
 
     def close(self) -> None:
-        """Remove the hooks from the weights and forget the chunks."""
+        """Remove the hooks from the weights, restore the layers and forget the chunks."""
         # Python cannot collect a reference cycle that passes through a weight's hook, because
         # autograd holds the hook. Unless the hooks are removed, the model and its process groups
         # stay in memory.
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for chunk in self._chunks.values():
+            chunk.postponing.close()
         self._chunks.clear()
         self._waiting.clear()
         self.before_whole = None
@@ -144,7 +146,7 @@ class SplitBackward:
         """Register a stage's model chunk: its embeddings and its Transformer Engine layers.
 
         Call this before every step; it returns immediately if the chunk is already registered.
-        Without this call, Transformer Engine layers that were built to defer their weight gradients
+        Without this call, Transformer Engine layers that the user made defer their weight gradients
         would never compute them. If no backward pass is split, Megatron controls these layers, as
         with `overlap_dispatch_backward_with_experts_wgrad`.
         """
@@ -152,6 +154,8 @@ class SplitBackward:
         registered = self._chunks.get(stage)
         if registered is not None and registered.module is chunk:
             return
+        if registered is not None:
+            registered.postponing.close()
         postponing = PostponingLayers(
             chunk,
             put=self._put if splits else None,

@@ -1,9 +1,10 @@
 """Transformer Engine's layers, which queue the operands of their weight gradients themselves.
 
-A layer built with `delay_wgrad_compute` (`patches/split_backward.py`) queues the operands, and
-`backward_dw` computes the oldest entry. This module is based on the source code of Transformer
-Engine 2.3 and later and is tested with fake layers and, on the CPU, with Transformer Engine 2.20's
-layers, but not with its kernels, which need a GPU.
+A layer built with `delay_wgrad_compute` queues the operands, and `backward_dw` computes the oldest
+entry. If `patches/split_backward.py` has set it, the layer starts switched off, and only
+`PostponingLayers` switches it on, around a pass that is split. This module is based on the source
+code of Transformer Engine 2.3 and later and is tested with fake layers and, on the CPU, with
+Transformer Engine 2.20's layers, but not with its kernels, which need a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,8 +40,9 @@ def overwrites_first(module: torch.nn.Module) -> bool:
 class PostponingLayers:
     """A stage's layers that defer their weight gradients themselves.
 
-    Once this object exists, the layers in the stage's chunk defer only inside its context and pass
-    queue entries (layer, operands, product) to `put`. If `put` is None, the layers are unchanged.
+    Until `close`, the layers in the stage's chunk defer only inside this object's context and pass
+    queue entries (layer, operands, product) to `put`. If `put` is None, the layers are unchanged:
+    any that are switched on are the user's, whose schedule computes their weight gradients.
     `may_wait` takes a layer's weights and is called each time the context is entered.
     """
 
@@ -53,6 +55,7 @@ class PostponingLayers:
         self.overwrites_first = overwrites_first(chunk)
         self.layers: list[Any] = []
         self._may_wait = may_wait
+        self._originals: list[_Original] = []
         if put is None:
             return
         for layer in chunk.modules():
@@ -60,10 +63,25 @@ class PostponingLayers:
             is_built_to_defer = store is not None and store.context is not None
             if not is_built_to_defer:
                 continue
+            original = _Original(store, store.context, store.delay_wgrad_compute())
+            self._originals.append(original)
             store.disable_delay_wgrad_compute()
             if _can_postpone(layer):
                 self.layers.append(layer)
                 store.put = partial(put, layer)
+
+    def close(self) -> None:
+        """Restore the layers for other schedules and forget them."""
+        for store, queue, is_on in self._originals:
+            # Otherwise the layer's next entries would go to a closed `SplitBackward`.
+            vars(store).pop("put", None)
+            store.context = queue
+            if is_on:
+                store.enable_delay_wgrad_compute()
+            else:
+                store.disable_delay_wgrad_compute()
+        self._originals.clear()
+        self.layers.clear()
 
     def __enter__(self) -> None:
         """Make the layers defer their weight gradients, except where `may_wait` forbids it."""
@@ -75,6 +93,15 @@ class PostponingLayers:
         """Make the layers compute their weight gradients in the backward pass again."""
         for layer in self.layers:
             layer.wgrad_store.disable_delay_wgrad_compute()
+
+
+class _Original(NamedTuple):
+    """A layer's store as it was before a `PostponingLayers`."""
+
+    store: Any
+    queue: Any
+    is_on: bool
+    """Whether the layer deferred in every backward pass."""
 
 
 class TeGradients(WeightGradient):
@@ -168,7 +195,12 @@ def _matrices(layer: Any) -> list[Any]:
 
 
 def _can_postpone(layer: Any) -> bool:
-    """Return whether a layer's `backward_dw` sets only the gradients of the layer's weights."""
+    """Return whether a layer's `backward_dw` sets gradients, and only those of its weights."""
+    # Megatron's `backward_dw` does nothing without this setting, which a host or `deactivate` may
+    # have restored since the layer was built.
+    config = getattr(layer, "config", None)
+    if not getattr(config, "delay_wgrad_compute", True):
+        return False
     # If the layer joins several weights into a copy, `backward_dw` would set the copy's
     # gradient. If the experts' weights form a single parameter, autograd would get the
     # gradient before W has filled it.

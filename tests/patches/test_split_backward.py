@@ -119,7 +119,29 @@ def config() -> None:
         assert not make(**fused).delay_wgrad_compute
 
 
-@pytest.mark.parametrize("case", [outside_nothing_is_touched, linear, config])
+def te_layers() -> None:
+    from tests.pipelines import make_pipeline, use
+    from tests.runtime.test_te_unsplit import LAYERS, install_layers
+
+    install_layers()
+
+    def are_on() -> list[bool]:
+        return [layer(True).wgrad_store.enabled for layer in LAYERS.values()]
+
+    for name in (None, "1f1b"):
+        use(None if name is None else make_pipeline(name, 2, 4))
+        assert are_on() == [True] * 4
+    use(make_pipeline("zb-h1", 2, 4))
+    assert are_on() == [False] * 4
+    kinds = ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear")
+    for number, kind in enumerate(kinds):
+        with without(f"split_backward.te_{kind}"):
+            assert are_on() == [other == number for other in range(4)]
+
+
+@pytest.mark.parametrize(
+    "case", [outside_nothing_is_touched, linear, config, te_layers]
+)
 def test_patch(case) -> None:
     run_ranks(1, case)
 

@@ -26,6 +26,7 @@ from megatron_ext.patches.split_backward import prepare_config
 from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.split_te import PostponingLayers, overwrites_first
 from tests.features.slices.test_sliced_compute import worst_by
+from tests.pipelines import make_pipeline, use
 
 te = pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
 
@@ -193,6 +194,13 @@ def test_they_postpone_only_where_told() -> None:
     with split.defer(0, 0):
         assert all(store.delay_wgrad_compute() for store in stores)
     assert not any(store.delay_wgrad_compute() for store in stores)
+
+
+def test_under_a_schedule_that_splits_they_are_built_switched_off() -> None:
+    use(make_pipeline("zb-h1", 2, 4))
+    for name, layer in _layers().items():
+        assert layer.wgrad_store.context is not None, name
+        assert not layer.wgrad_store.delay_wgrad_compute(), name
 
 
 def test_their_backward_dw_computes_a_micro_batch_in_the_order_of_its_backward() -> (

@@ -620,7 +620,11 @@ def test_layers_that_overwrite_are_known() -> None:
     assert not split_te.overwrites_first(_Chunk(delay=True))
 
 
-def _config(**settings: Any) -> SimpleNamespace:
+class _Config(SimpleNamespace):
+    """A configuration; unlike its base class, it can be referenced weakly."""
+
+
+def _config(**settings: Any) -> _Config:
     usual = {
         "cuda_graph_impl": "none",
         "defer_embedding_wgrad_compute": False,
@@ -632,9 +636,10 @@ def _config(**settings: Any) -> SimpleNamespace:
         "add_qkv_bias": False,
         "multi_latent_attention": False,
         "tp_comm_overlap": False,
+        "tp_comm_bulk_wgrad": True,
         "delay_wgrad_compute": False,
     }
-    return SimpleNamespace(**{**usual, **settings})
+    return _Config(**{**usual, **settings})
 
 
 @pytest.fixture
@@ -734,6 +739,38 @@ def test_layers_that_are_left_whole_are_named(
     notices = [*te_leaves_whole(config)]
     assert len(notices) == bool(whole)
     assert not whole or whole in notices[0]
+
+
+@pytest.mark.parametrize("is_on", [True, False], ids=["the user's", "built for W"])
+def test_closing_restores_the_layers(is_on: bool) -> None:
+    chunk, split = _Chunk(delay=True), SplitBackward()
+    store = chunk.first.wgrad_store
+    store.enabled = is_on
+    queue_of_layer = store.context
+    split.register_modules(0, chunk)
+    _backwards(split, chunk, 1, stage=0)
+    split.run(0, 0)
+    split.close()
+    assert store.enabled == is_on
+    assert store.context is queue_of_layer
+    assert "put" not in vars(store)
+
+
+def test_another_chunk_of_a_stage_restores_the_layers_of_the_one_before() -> None:
+    chunk, split = _Chunk(delay=True), SplitBackward()
+    split.register_modules(0, chunk)
+    split.register_modules(0, _Chunk(delay=True))
+    assert chunk.first.wgrad_store.enabled
+    assert "put" not in vars(chunk.first.wgrad_store)
+
+
+def test_a_layer_whose_configuration_no_longer_defers_is_left_whole() -> None:
+    """Megatron's `backward_dw` would leave its entries in the queue."""
+    layer = _Layer()
+    layer.config = _config()
+    assert not split_te.PostponingLayers(layer, layer.wgrad_store.put, _always).layers
+    layer.config.delay_wgrad_compute = True
+    assert split_te.PostponingLayers(layer, layer.wgrad_store.put, _always).layers
 
 
 def test_closing_lets_go_of_a_model_whose_weights_autograd_holds() -> None:
