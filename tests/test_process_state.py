@@ -167,6 +167,11 @@ COMMANDS = {
     "planning/techniques.py",  # Megatron's flags describe a model
     "planning/training_cut.py",
     "upstream/signatures.py",  # calls Megatron's functions that take parsed arguments
+    "features/lengths/plan_lengths.py",  # a command
+    "features/lengths/length_rules.py",  # features' part of the configuration
+    "features/pairs/pair_rules.py",
+    "features/pairs/waiting_choice.py",
+    "features/slices/slice_rules.py",
 }
 PATCHES_ON_TRAINING = {
     "patches/arguments.py",

@@ -514,9 +514,6 @@ def suit_layers(
 SET_FOR_TE = ("delay_wgrad_compute", "tp_comm_bulk_wgrad")
 """Fields of a `TransformerConfig` that a schedule sets for Transformer Engine's layers
 (`patches/split_backward.py`)."""
-DELAYS_FOR_W = "megatron_ext_delays_for_w"
-"""Attribute that marks a `TransformerConfig` in which a schedule has set these fields. The mark is in
-the object, because Megatron copies configurations for some layers."""
 
 
 def refuse_built(

@@ -13,13 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext.config import active
-from megatron_ext.config.incompatible import DELAYS_FOR_W
 from megatron_ext.errors import ScheduleError
 from megatron_ext.patches.point import Args, Call, Kwargs, PatchTable
 from megatron_ext.patches.registry import REGISTRY
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _TE_LAYERS = "transformer_engine.pytorch.module"
+
+_DELAYS_FOR_W = "megatron_ext_delays_for_w"
+"""Marks a `TransformerConfig` whose `delay_wgrad_compute` was set by `prepare_config`. An attribute
+of the object, because Megatron copies configurations for some layers."""
 
 PATCHES = PatchTable(feature="schedules")
 
@@ -94,7 +97,7 @@ def prepare_config(config: Any) -> None:
     if not uses_te(config):
         return
     if not config.delay_wgrad_compute:
-        setattr(config, DELAYS_FOR_W, True)
+        setattr(config, _DELAYS_FOR_W, True)
         REGISTRY.undo.callback(
             _restore_config,
             weakref.ref(config),
@@ -112,7 +115,7 @@ def _restore_config(config_ref: weakref.ref[Any], tp_comm_bulk_wgrad: bool) -> N
     config = config_ref()
     if config is None:
         return
-    setattr(config, DELAYS_FOR_W, False)
+    setattr(config, _DELAYS_FOR_W, False)
     config.delay_wgrad_compute = False
     config.tp_comm_bulk_wgrad = tp_comm_bulk_wgrad
 
@@ -160,7 +163,7 @@ def _defers_for_w(layer: Any) -> bool:
     # may be older or younger than the active pipeline, so the pipeline does not matter.
     config = getattr(layer, "config", None)
     if config is not None:
-        return getattr(config, DELAYS_FOR_W, False)
+        return getattr(config, _DELAYS_FOR_W, False)
     # A program's own module has passed the configuration's setting on.
     return _splits_backward()
 

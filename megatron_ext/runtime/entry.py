@@ -20,7 +20,6 @@ from megatron.core.utils import get_model_config
 
 from megatron_ext.config import active
 from megatron_ext.config.incompatible import (
-    DELAYS_FOR_W,
     SET_FOR_TE,
     refuse_built,
     why_not_split,
@@ -368,10 +367,8 @@ def _refuse_settings(
     # and a program may have changed them since.
     for chunk in chunks:
         config = get_model_config(chunk)
-        set_by_us: tuple[str, ...] = ()
-        if getattr(config, DELAYS_FOR_W, False):
-            set_by_us = SET_FOR_TE
-        refuse_built(config, in_force.config, pipeline, set_by_us)
+        # Layers that defer their weight gradients are right under every schedule.
+        refuse_built(config, in_force.config, pipeline, ignored=SET_FOR_TE)
         if pipeline.full.splits_backward and (reason := why_not_split(config)):
             raise ScheduleError(reason)
         gradient_config = getattr(chunk, "ddp_config", None)
