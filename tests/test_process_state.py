@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+# Every commit can break these guards, and CI runs the short tier.
+pytestmark = pytest.mark.short_s(10)
 
 PACKAGE = Path(__file__).parents[1] / "megatron_ext"
 FIVE = {
@@ -31,11 +35,14 @@ CHANGES = frozenset(
 )
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def sources() -> list[tuple[str, ast.Module]]:
+    trees = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
         if not name.startswith(OTHER_PROCESSES):
-            yield name, ast.parse(path.read_text(encoding="utf-8"))
+            trees.append((name, ast.parse(path.read_text(encoding="utf-8"))))
+    return trees
 
 
 def assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
