@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.features.slices.slice_inputs import CheckedSteps
 from megatron_ext.features.slices.sliced_compute import (
     CutAhead,
     KeptState,
@@ -35,6 +36,7 @@ class SliceSteps(Feature):
     def __init__(self, model: Model) -> None:
         config = model.pipeline.config
         self._has_slices = config.slices > 1 or config.slice_tokens is not None
+        self._checked_steps = CheckedSteps()
 
     @staticmethod
     def pipeline_of(pipeline: Pipeline, config: Any, seq_length: int) -> Pipeline:
@@ -74,6 +76,7 @@ class SliceSteps(Feature):
             shapes["B"],
             step.splits,
             layer_state=kept_state(),
+            checked_steps=self._checked_steps,
         )
         ends = PipelineEnds.of_shapes(
             step.peers,

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.features.slices.slice_inputs import READ_POSITIONS
 from megatron_ext.runtime.module_calls import (
     KNOWN,
     Function,
@@ -47,8 +48,6 @@ _CONNECTING = (
     torch.nn.GroupNorm,
     torch.nn.LocalResponseNorm,
 )
-# Position embeddings that use `position_ids`. All others count positions themselves.
-_READ_POSITIONS = ("learned_absolute", "mrope")
 
 
 def declares_slices(chunk: torch.nn.Module) -> bool:
@@ -79,7 +78,7 @@ def fields_beyond_tokens(chunk: torch.nn.Module) -> tuple[str, ...]:
     names = []
     embedding_type = getattr(model, "position_embedding_type", None)
     is_first = getattr(model, "pre_process", False)
-    if is_first and embedding_type in _READ_POSITIONS:
+    if is_first and embedding_type in READ_POSITIONS:
         names.append("position_ids")
     if getattr(model, "post_process", False):
         names.append("labels")
@@ -92,14 +91,26 @@ def declared_fields(forward_step: Any) -> tuple[str, ...]:
     Programs set `forward_step.fields_along_sequence`, for example for per-token advantages.
     Wrappers made with `functools` are unwrapped.
     """
-    while not hasattr(forward_step, "fields_along_sequence"):
+    return tuple(_declared(forward_step, "fields_along_sequence", ()))
+
+
+def changes_each_token(forward_step: Any) -> bool:
+    """Return whether a forward step declares that it changes every token of its data separately.
+
+    Programs set `forward_step.runs_in_slices`, for example to mask labels in the forward step.
+    """
+    return bool(_declared(forward_step, "runs_in_slices", False))
+
+
+def _declared(forward_step: Any, name: str, default: Any) -> Any:
+    while not hasattr(forward_step, name):
         if isinstance(forward_step, partial):
             forward_step = forward_step.func
         elif hasattr(forward_step, "__wrapped__"):
             forward_step = forward_step.__wrapped__
         else:
-            return ()
-    return tuple(forward_step.fields_along_sequence)
+            return default
+    return getattr(forward_step, name)
 
 
 def check_model(chunk: torch.nn.Module) -> None:

@@ -32,7 +32,13 @@ from megatron.core.utils import unwrap_model
 from megatron_ext.config import active
 from megatron_ext.devices import device_of
 from megatron_ext.errors import ScheduleError
+from megatron_ext.features.slices.slice_inputs import (
+    CheckedSteps,
+    check_counts,
+    check_inputs,
+)
 from megatron_ext.features.slices.sliceable import (
+    changes_each_token,
     check_model,
     declared_fields,
     declares_slices,
@@ -226,6 +232,9 @@ class _Microbatch:
     """Megatron's `PackedSeqParams` for the whole micro-batch. None if each row is one sequence."""
     documents_read: Callable[[], tuple[int, ...]] = tuple
     """Returns `documents` if this rank has them on the host, else an empty tuple."""
+    check_inputs: Callable[[Mapping[str, Any]], None] | None = None
+    """Checks the arguments of `GPTModel.forward` for the running slice; None if they need no
+    check."""
     documents: tuple[int, ...] = ()
     """The first token of each packed sequence, followed by the number of tokens, which may be
     repeated."""
@@ -370,6 +379,8 @@ class RunningSlice:
             attn_mask_type = AttnMaskType.causal_bottom_right
         elif attention_mask is None:
             attention_mask = self._causal_mask(len(query), len(key), query.device)
+        else:
+            _check_mask(attention_mask, len(query), len(key))
         arguments["attn_mask_type"] = attn_mask_type
         result: torch.Tensor = call(query, key, value, attention_mask, **arguments)
         return result
@@ -433,7 +444,8 @@ class RunningSlice:
         `arguments` maps names to arguments and is modified in place.
 
         Raises:
-            ScheduleError: There is padding between packed sequences, or a padding mask.
+            ScheduleError: There is padding between packed sequences, or a padding mask, or an
+                argument is not the slice's part of the data.
         """
         state = self.state
         packed = arguments.get("packed_seq_params")
@@ -442,6 +454,8 @@ class RunningSlice:
                 "GPTModel.forward's padding_mask cannot be used in slices, because their routers "
                 "count all tokens; remove the mask, or disable slices"
             )
+        if state.check_inputs is not None and not self.is_empty:
+            state.check_inputs(arguments)
         if packed is not None:
             if self.number == 0:
                 self._keep_packed(packed)
@@ -741,6 +755,21 @@ def _longest(bounds: Sequence[int], first: int, last: int) -> int:
     return max(end - begin for begin, end in pairwise(limited_bounds))
 
 
+def _check_mask(mask: torch.Tensor, num_queries: int, num_keys: int) -> None:
+    """Check that an attention mask covers the earlier slices' tokens as well.
+
+    Raises:
+        ScheduleError: The forward step has made the mask from a slice's tokens.
+    """
+    if mask.shape[-2:] != (num_queries, num_keys):
+        raise ScheduleError(
+            f"attention_mask {list(mask.shape)} in a slice of {num_queries} tokens must end with "
+            f"[{num_queries}, {num_keys}], because a slice attends to earlier slices; take it from "
+            "the data iterator's items, [b, 1, s, s], pass None for causal attention, or disable "
+            "slices"
+        )
+
+
 def with_earlier_slices(
     layer: torch.nn.Module,
     key: torch.Tensor,
@@ -789,6 +818,7 @@ class SlicedData(MicrobatchData):
             them ahead.
         required: Names of the fields that an item must have if it is cut.
         declared: Names of fields along the sequence, in addition to Megatron's.
+        keeps_copies: Whether to copy each slice's fields when it is taken (`copies_of`).
     """
 
     def __init__(
@@ -800,6 +830,8 @@ class SlicedData(MicrobatchData):
         packed_bounds: Sequence[tuple[int, ...]] = (),
         required: Sequence[str] = (),
         declared: Sequence[str] = (),
+        *,
+        keeps_copies: bool = False,
     ) -> None:
         super().__init__(data.iterator, data.exchange, data.observers)
         self._required = required
@@ -812,6 +844,9 @@ class SlicedData(MicrobatchData):
         self._parts: dict[int, dict[str, Any]] = {}
         # Micro-batch -> bounds of its packed sequences.
         self._documents = dict(enumerate(packed_bounds))
+        self.keeps_copies = keeps_copies
+        # The slice taken last, and copies of its fields along the sequence.
+        self._copies: tuple[int, dict[str, torch.Tensor]] = (-1, {})
 
     def view(self, number: int) -> Iterator[Any] | None:
         """Return an iterator that yields one slice, or None if there is no data."""
@@ -827,7 +862,25 @@ class SlicedData(MicrobatchData):
         """Return a slice and drop it."""
         if number not in self._parts:
             self.whole(number // self._num_slices)
-        return self._parts.pop(number)
+        part = self._parts.pop(number)
+        if self.keeps_copies:
+            # Forward steps may change an item and its tensors in place.
+            copies = {}
+            for name in self._along_sequence:
+                if part.get(name) is not None:
+                    copies[name] = part[name].clone()
+            self._copies = (number, copies)
+        return part
+
+    def copies_of(self, number: int) -> dict[str, torch.Tensor]:
+        """Return the slice's fields along the sequence if it was taken last, else {}.
+
+        They are as they were before the forward step could change them.
+        """
+        last_number, copies = self._copies
+        if number != last_number:
+            return {}
+        return copies
 
     def whole(self, microbatch: int) -> Mapping[str, Any] | None:
         """Read a micro-batch, cut it into slices and return it whole; None without data."""
@@ -964,6 +1017,14 @@ class SlicedCompute(StageCompute):
 
     layer_state: KeptState = field(default_factory=KeptState, kw_only=True)
     """State that layers keep from slice to slice."""
+    checked_steps: CheckedSteps = field(default_factory=CheckedSteps, kw_only=True)
+    """Forward steps whose inputs have been checked in earlier steps."""
+    _stages_checked: set[int] = field(default_factory=set, init=False)
+    """Stages whose inputs were checked in this step."""
+    _nums_unmasked: dict[int, int] = field(default_factory=dict, init=False)
+    """Slice number -> number of tokens that its loss mask keeps, if the step is checked."""
+    _num_samples: int = field(default=0, init=False)
+    """Number of samples in the micro-batch that was checked last."""
     _num_tokens_of: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
     """Slice number -> tokens counted by the loss function, on the rank with the last stage."""
     _number: int = field(default=0, init=False)
@@ -998,6 +1059,7 @@ class SlicedCompute(StageCompute):
                 packed_bounds=packed_bounds,
                 required=fields_beyond_tokens(chunk),
                 declared=declared_fields(self._user_step),
+                keeps_copies=self._needs_check(chunk),
             )
             sliced_data.append(chunk_data)
         self.call = replace(
@@ -1005,6 +1067,13 @@ class SlicedCompute(StageCompute):
             data=sliced_data,
             forward_step_func=self._forward_step,
         )
+
+    def _needs_check(self, chunk: torch.nn.Module) -> bool:
+        """Return whether to check what the forward step passes to this chunk's model."""
+        # Models of one's own may use different data.
+        if declares_slices(chunk):
+            return False
+        return not self.checked_steps.includes(chunk, self._user_step)
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run one action; see `StageCompute.run`.
@@ -1065,8 +1134,38 @@ class SlicedCompute(StageCompute):
         assert isinstance(data, SlicedData)
         state = self.layer_state.microbatches[stage, microbatch]
         state.documents_read = partial(data.documents, microbatch)
+        if data.keeps_copies:
+            state.check_inputs = partial(self._check_inputs, stage)
         if getattr(self.call.config, "mtp_num_layers", None):
             self._look_ahead(stage, microbatch, inputs)
+
+    def _check_inputs(self, stage: int, arguments: Mapping[str, Any]) -> None:
+        """Check what the forward step passes to the model for the running slice.
+
+        On tensor-parallel ranks without data, there is nothing to compare with.
+        """
+        number = self._number
+        place = self._stage(stage)
+        assert isinstance(place.data, SlicedData)
+        fields = place.data.copies_of(number)
+        if not fields:
+            return
+        microbatch, slice_index = divmod(number, self._num_slices)
+        is_declared = changes_each_token(self._user_step)
+        check_inputs(
+            unwrap_model(place.model),
+            arguments,
+            fields,
+            self._bounds[microbatch][slice_index],
+            f"slice {slice_index} of micro-batch {microbatch}",
+            only_later_predictions=is_declared,
+        )
+        if place.is_last and "loss_mask" in fields and not is_declared:
+            mask = fields["loss_mask"]
+            num_unmasked = int(mask.count_nonzero())
+            self._nums_unmasked[number] = num_unmasked
+            self._num_samples = len(mask)
+        self._stages_checked.add(stage)
 
     def _check_effect(self, stage: int, microbatch: int) -> None:
         """Check that all layers in a stage kept keys and values, i.e. that the patch works."""
@@ -1089,6 +1188,8 @@ class SlicedCompute(StageCompute):
 
     def end_step(self) -> None:
         """Convert the reports' keys from slice numbers to micro-batches."""
+        for stage in self._stages_checked:
+            self.checked_steps.add(self._stage(stage).model, self._user_step)
         report_of_microbatch = {}
         for number, report in self.reports.items():
             microbatch = number // self._num_slices
@@ -1179,6 +1280,11 @@ class SlicedCompute(StageCompute):
             if name == "loss_mask":
                 dtype = torch.float32
             if item is not None:
+                if item.get(name) is None:
+                    raise ScheduleError(
+                        f"the data has no {name}, of which multi-token prediction reads the next "
+                        f"slice's; add {name} to the data iterator's items, or disable slices"
+                    )
                 tensor = item[name].to(device, dtype)
             else:
                 received = inputs[0]
@@ -1203,6 +1309,7 @@ class SlicedCompute(StageCompute):
         first = microbatch * self._num_slices
         numbers = range(first, first + num_slices)
         counts = [self._num_tokens_of.pop(number) for number in numbers]
+        self._check_counts(microbatch, dict(zip(numbers, counts, strict=True)))
         if not self._has_megatrons_divisor(microbatch):
             total_count = torch.stack(counts).sum()
             num_tokens = torch.clamp(total_count, min=1)
@@ -1212,6 +1319,22 @@ class SlicedCompute(StageCompute):
                 outputs[0] /= num_tokens  # in place, as in Megatron
         reports = [self.reports.pop(number) for number in numbers]
         self.reports[first] = {name: _sum(name, reports) for name in reports[0]}
+
+    def _check_counts(self, microbatch: int, count_of: dict[int, torch.Tensor]) -> None:
+        """Check the numbers of tokens that the loss function returned, by slice number."""
+        counts = []
+        nums_unmasked = []
+        for number, count in count_of.items():
+            # Slices that were not checked are empty.
+            if number in self._nums_unmasked:
+                counts.append(float(count))
+                nums_unmasked.append(self._nums_unmasked.pop(number))
+        check_counts(
+            counts,
+            nums_unmasked,
+            self._num_samples,
+            f"micro-batch {microbatch}",
+        )
 
     def _has_megatrons_divisor(self, microbatch: int) -> bool:
         """Return whether Megatron itself divides a micro-batch's loss correctly."""
