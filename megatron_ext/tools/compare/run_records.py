@@ -416,11 +416,7 @@ def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
     candidate_steps = {step.iteration: step for step in candidate.steps}
     num_losses = 0
     num_norms = 0
-    num_updates = 0
-    num_weight_changes = 0
-    num_gradients = 0
-    # Weight changes since the last loss, which no number depends on yet.
-    num_unseen_changes = 0
+    updates = _Updates()
     losses: list[Deviation] = []
     norms: list[Deviation] = []
     first_iteration: int | None = None
@@ -431,22 +427,9 @@ def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
         other = candidate_steps.get(step.iteration)
         if other is None:
             continue
+        updates.add(step, other)
+        num_norms += bool(step.gradient_norm and other.gradient_norm)
         is_update = not (step.skipped or other.skipped)
-        has_norm = bool(step.gradient_norm and other.gradient_norm)
-        num_updates += is_update
-        num_norms += has_norm
-        # The step computes its loss before it updates the weights, so its loss depends on
-        # earlier updates only.
-        if step.losses and other.losses:
-            num_gradients += num_unseen_changes
-            num_unseen_changes = 0
-        # With a learning rate of 0, later losses do not depend on the gradients.
-        changes_weights = is_update and step.learning_rate != 0
-        num_weight_changes += changes_weights
-        if is_update and has_norm:
-            num_gradients += 1
-        elif changes_weights:
-            num_unseen_changes += 1
         has_loss = bool(step.losses or other.losses)
         if without_loss is None and is_update and not has_loss:
             without_loss = step.iteration
@@ -478,13 +461,42 @@ def deviations(reference: RunRecord, candidate: RunRecord) -> Deviations:
         first_iteration=first_iteration,
         num_losses=num_losses,
         num_norms=num_norms,
-        num_updates=num_updates,
-        num_weight_changes=num_weight_changes,
-        num_gradients=num_gradients,
+        num_updates=updates.num_updates,
+        num_weight_changes=updates.num_weight_changes,
+        num_gradients=updates.num_gradients,
         without_loss=without_loss,
         not_finite=not_finite,
         skipped=skipped,
     )
+
+
+@dataclass
+class _Updates:
+    """The weight updates of two runs, and how many of them a compared number depends on."""
+
+    num_updates: int = 0
+    num_weight_changes: int = 0
+    num_gradients: int = 0
+    _num_unseen_changes: int = 0
+    """Weight changes since the last loss, which no number depends on yet."""
+
+    def add(self, step: Step, other: Step) -> None:
+        """Count an iteration of both runs."""
+        # The step computes its loss before it updates the weights, so its loss depends on
+        # earlier updates only.
+        if step.losses and other.losses:
+            self.num_gradients += self._num_unseen_changes
+            self._num_unseen_changes = 0
+        if step.skipped or other.skipped:
+            return
+        self.num_updates += 1
+        # With a learning rate of 0, later losses do not depend on the gradients.
+        changes_weights = step.learning_rate != 0
+        self.num_weight_changes += changes_weights
+        if step.gradient_norm and other.gradient_norm:
+            self.num_gradients += 1
+        elif changes_weights:
+            self._num_unseen_changes += 1
 
 
 def largest(rounds: Sequence[Deviations]) -> Deviations:
