@@ -17,13 +17,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
-from megatron_ext.config.feature_rules import feature_rules, table_options
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import default_schedule, generate
 from megatron_ext.schedules.search.patience import policies
 from megatron_ext.schedules.search.queues import check_queues
 from megatron_ext.schedules.table.costs import UNIT, Costs
-from megatron_ext.schedules.table.transforms import split_backwards, weights_at_once
+from megatron_ext.schedules.table.table_change import in_use
+from megatron_ext.schedules.table.transforms import (
+    split_backwards,
+    weights_at_once,
+    weights_waiting,
+)
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.upstream import parent
 
@@ -182,10 +186,19 @@ class Pipeline:
             num_microbatches * config.twins,
             config.chunks,
             costs,
-            **table_options(config),
-            **step_options,
+            **in_use(**config.feature_options, **step_options),
             **config.options,
         )
+        if not table.is_for_one_step and table.num_slices != config.slices:
+            raise ScheduleError(
+                f"{self.name} cuts micro-batches into {table.num_slices} slices; add "
+                f"--pipeline-slices {table.num_slices}"
+            )
+        # A table loaded from a file may contain pairs that this job does not use. Run
+        # the two actions of such a pair one after the other.
+        if table.pairs and not config.pairs:
+            options = {**table.options, "pairs": "apart"}
+            table = replace(table, pairs=(), options=options)
         # Keep activations on one twin; see `schedule`.
         if len(table.placement.twin_hops) % 2:
             placement = replace(table.placement, twin_hops=frozenset())
@@ -199,8 +212,9 @@ class Pipeline:
             table = split_backwards(table)
         if config.weights_at_once:
             table = weights_at_once(table)
-        for rules in feature_rules():
-            table = rules.adapted(config, table)
+        if config.num_waiting:
+            _check_waiting(table, config)
+            table = weights_waiting(table, config.num_waiting)
         return table
 
     def policy(self, num_microbatches: int, rank: int) -> Policy:
@@ -227,6 +241,24 @@ class Pipeline:
             weights_fill=weights_fill,
             costs=costs,
             stash_ratio=self.config.stash_ratio,
+        )
+
+
+def _check_waiting(table: Schedule, config: PipelineConfig) -> None:
+    """Reject a table in which no W can run while its rank waits for tokens."""
+    setting = f"--pipeline-waiting-weights {config.waiting_weights}"
+    if not config.pairs:
+        raise ScheduleError(
+            f"{setting}: {table.label} runs no pairs (--overlap-moe-expert-parallel-comm, with "
+            "experts on several ranks), and W fills only the idle time within pairs; remove "
+            "--pipeline-waiting-weights"
+        )
+    # A table with few micro-batches, such as at the start of a ramp-up, may have no
+    # pairs. In that case, its W run where the table places them.
+    if table.pairs and not table.splits_backward:
+        raise ScheduleError(
+            f"{setting}: {table.label} does not split backward passes, so no weight gradient can "
+            "wait; use --pipeline-schedule zb-h1, or remove --pipeline-waiting-weights"
         )
 
 

@@ -11,7 +11,7 @@ from megatron_ext import devices
 from megatron_ext.config.batches import Batches, batches_of
 from megatron_ext.config.completion import completed
 from megatron_ext.config.cut import UserCut
-from megatron_ext.config.feature_rules import feature_rules, table_options
+from megatron_ext.config.feature_rules import feature_rules
 from megatron_ext.config.incompatible import RULES
 from megatron_ext.config.stages import stage_arguments
 from megatron_ext.errors import ArgumentsError, ScheduleError
@@ -109,7 +109,7 @@ class _UndecidedJob:
             chunks=chunks,
             num_layers=num_layers,
             costs=self._config.costs,
-            feature_options=table_options(self._reference),
+            feature_options=self._reference.feature_options,
             stash_ratio=self._reference.stash_ratio,
             weights_at_once=self._reference.weights_at_once,
         )

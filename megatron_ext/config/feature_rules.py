@@ -96,18 +96,6 @@ class FeatureRules:
         """
         return None
 
-    def table_options(self, config: PipelineConfig) -> dict[str, Any]:
-        """Return the feature's options for `schedules.generate`, if it is on."""
-        return {}
-
-    def adapted(self, config: PipelineConfig, table: Schedule) -> Schedule:
-        """Return a table, generated or from a file, as this configuration runs it.
-
-        Raises:
-            ScheduleError: The configuration cannot run the table.
-        """
-        return table
-
     def groups(self, config: PipelineConfig) -> list[tuple[str, str]]:
         """Return (field of the configuration, group of rules) for each group that applies."""
         return []
@@ -173,11 +161,3 @@ def feature_rules() -> tuple[FeatureRules, ...]:
         rules_class = getattr(import_module(module), name)
         checks.append(rules_class())
     return tuple(checks)
-
-
-def table_options(config: PipelineConfig) -> dict[str, Any]:
-    """Return the options of all features that are on, for `schedules.generate`."""
-    options: dict[str, Any] = {}
-    for rules in feature_rules():
-        options |= rules.table_options(config)
-    return options

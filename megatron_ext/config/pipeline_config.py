@@ -303,6 +303,11 @@ class PipelineConfig:
         return self.slice_tokens is not None
 
     @property
+    def feature_options(self) -> dict[str, Any]:
+        """The features' options for `schedules.generate`."""
+        return {"pairs": self.pairs, "slices": self.slices}
+
+    @property
     def num_waiting(self) -> int:
         """How many W may wait; 0 for `auto`, until a job's settings have been checked."""
         return 0 if self.waiting_weights == "auto" else self.waiting_weights

@@ -13,7 +13,6 @@ from megatron_ext.config.feature_rules import FeatureRules
 from megatron_ext.config.flags import in_flags
 from megatron_ext.errors import ArgumentsError, ScheduleError, reworded
 from megatron_ext.rules import HYBRID_MODELS
-from megatron_ext.schedules.table.transforms import weights_waiting
 from megatron_ext.upstream.signatures import parameters
 
 if TYPE_CHECKING:
@@ -150,22 +149,6 @@ class PairRules(FeatureRules):
             answer.choice = Choice(setting, waiting.basis)
         return resolved
 
-    def table_options(self, config: PipelineConfig) -> dict[str, Any]:
-        """Return whether the table has pairs."""
-        return {"pairs": True} if config.pairs else {}
-
-    def adapted(self, config: PipelineConfig, table: Schedule) -> Schedule:
-        """Return the table without unwanted pairs, and with W that wait."""
-        # A table loaded from a file may contain pairs that this job does not use. Run
-        # the two actions of such a pair one after the other.
-        if table.pairs and not config.pairs:
-            options = {**table.options, "pairs": "apart"}
-            table = replace(table, pairs=(), options=options)
-        if config.num_waiting:
-            _check_waiting(table, config)
-            table = weights_waiting(table, config.num_waiting)
-        return table
-
     def groups(self, config: PipelineConfig) -> list[tuple[str, str]]:
         """Return the groups for the settings in use."""
         groups = []
@@ -244,24 +227,6 @@ class PairRules(FeatureRules):
                 f"each rank lets up to {num_waiting} more W wait for idle time, at most "
                 "until their place in the simulated table"
             )
-
-
-def _check_waiting(table: Schedule, config: PipelineConfig) -> None:
-    """Reject a table in which no W can run while its rank waits for tokens."""
-    setting = f"--pipeline-waiting-weights {config.waiting_weights}"
-    if not config.pairs:
-        raise ScheduleError(
-            f"{setting}: {table.label} runs no pairs (--overlap-moe-expert-parallel-comm, with "
-            "experts on several ranks), and W fills only the idle time within pairs; remove "
-            "--pipeline-waiting-weights"
-        )
-    # A table with few micro-batches, such as at the start of a ramp-up, may have no
-    # pairs. In that case, its W run where the table places them.
-    if table.pairs and not table.splits_backward:
-        raise ScheduleError(
-            f"{setting}: {table.label} does not split backward passes, so no weight gradient can "
-            "wait; use --pipeline-schedule zb-h1, or remove --pipeline-waiting-weights"
-        )
 
 
 def _mistake_of_waiting(config: PipelineConfig) -> str | None:

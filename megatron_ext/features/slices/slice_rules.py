@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_ext.config.feature_rules import FeatureRules
-from megatron_ext.errors import ScheduleError
 from megatron_ext.rules import HYBRID_MODELS
 from megatron_ext.schedules.table.slices import (
     MAX_SLICES,
@@ -131,19 +130,6 @@ class SliceRules(FeatureRules):
         if config.slices == 1:
             return None
         return "with --pipeline-slices, the planner would count whole micro-batches"
-
-    def table_options(self, config: PipelineConfig) -> dict[str, Any]:
-        """Return the number of slices."""
-        return {"slices": config.slices} if config.slices > 1 else {}
-
-    def adapted(self, config: PipelineConfig, table: Schedule) -> Schedule:
-        """Reject a file's table with another number of slices."""
-        if not table.is_for_one_step and table.num_slices != config.slices:
-            raise ScheduleError(
-                f"{table.name} cuts micro-batches into {table.num_slices} slices; add "
-                f"--pipeline-slices {table.num_slices}"
-            )
-        return table
 
     def groups(self, config: PipelineConfig) -> list[tuple[str, str]]:
         """Return the group for slices, with the field that asks for them."""
