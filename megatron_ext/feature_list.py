@@ -12,6 +12,14 @@ entries.
 
 from __future__ import annotations
 
+MISTAKES = (
+    "megatron_ext.features.slices.slice_rules:mistake",
+    "megatron_ext.features.pairs.pair_rules:mistake",
+    "megatron_ext.features.lengths.length_rules:mistake",
+)
+"""Functions that return what is wrong with a `PipelineConfig`'s settings of a feature, or None. The
+text is a template for a `ConfigurationError`, in which {field} and {field:value} are settings."""
+
 RULES = (
     "megatron_ext.features.slices.slice_rules:SliceRules",
     "megatron_ext.features.pairs.pair_rules:PairRules",

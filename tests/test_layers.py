@@ -224,6 +224,7 @@ def check_circles(extra: str = "", into: str = "") -> None:
     TopologicalSorter({one: others - {one} for one, others in rooms.items()}).prepare()
 
 
+@pytest.mark.short_s(10)  # every commit can break it, and CI runs the short tier
 def test_no_files_and_no_rooms_import_each_other() -> None:
     check_circles()
 

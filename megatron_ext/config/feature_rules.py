@@ -44,14 +44,6 @@ class FeatureRules:
     summation_reason: ClassVar[str] = ""
     """Why two runs with different `summation` may compute different numbers."""
 
-    def mistake(self, config: PipelineConfig) -> str | None:
-        """Return what is wrong with the feature's own settings, or None.
-
-        The text is a template for a `ConfigurationError`, in which {field} and {field:value} are
-        settings.
-        """
-        return None
-
     def completed(
         self,
         config: PipelineConfig,

@@ -14,14 +14,15 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from importlib import import_module
 from math import inf
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_origin, get_type_hints
 
-from megatron_ext.config.feature_rules import feature_rules
 from megatron_ext.devices import CHOICES as DEVICES
 from megatron_ext.errors import ConfigurationError
+from megatron_ext.feature_list import MISTAKES
 from megatron_ext.schedules.generators.catalog import (
     CSV_PREFIX,
     Generator,
@@ -231,8 +232,11 @@ class PipelineConfig:
         mistakes = [
             _mistake_of_values(self),
         ]
-        for rules in feature_rules():
-            mistakes.append(rules.mistake(self))
+        # Import on first use, because features import this module.
+        for entry in MISTAKES:
+            module, _, name = entry.partition(":")
+            mistake = getattr(import_module(module), name)
+            mistakes.append(mistake(self))
         if has_roles:
             mistakes.append(_mistake_of_roles(self))
         else:

@@ -50,16 +50,6 @@ class LengthRules(FeatureRules):
         "micro-batches ordered or cut by length are summed in a different order"
     )
 
-    def mistake(self, config: PipelineConfig) -> str | None:
-        """Return why lengths can determine neither the order nor the slices of micro-batches."""
-        uses_lengths = config.balance != "off" or config.cuts_sequences
-        if config.length_costs is not None and not uses_lengths:
-            return (
-                "{length_costs} requires {balance}, {slices} or {slice_tokens}; add "
-                "{balance:order}, or remove it"
-            )
-        return _mistake_of_balance(config) or _mistake_of_slice_tokens(config)
-
     def memory_needed(self, pipeline: Pipeline, plan: Layout) -> MemoryNeeded | None:
         """Return the memory for slices of the longest micro-batches."""
         if pipeline.config.slice_tokens is None:
@@ -146,6 +136,17 @@ class LengthRules(FeatureRules):
             "bubble and peak are for whole micro-batches, and each step cuts "
             f"{long_ones} into slices"
         )
+
+
+def mistake(config: PipelineConfig) -> str | None:
+    """Return why lengths can determine neither the order nor the slices of micro-batches."""
+    uses_lengths = config.balance != "off" or config.cuts_sequences
+    if config.length_costs is not None and not uses_lengths:
+        return (
+            "{length_costs} requires {balance}, {slices} or {slice_tokens}; add "
+            "{balance:order}, or remove it"
+        )
+    return _mistake_of_balance(config) or _mistake_of_slice_tokens(config)
 
 
 def _mistake_of_balance(config: PipelineConfig) -> str | None:

@@ -88,19 +88,6 @@ class PairRules(FeatureRules):
 
     texts = _TEXTS
 
-    def mistake(self, config: PipelineConfig) -> str | None:
-        """Return why actions cannot run as pairs, or why W cannot wait for idle time."""
-        if config.pairs and config.disaggregation is not None:
-            return (
-                "{disaggregation} cannot run with {pairs}: forward and backward passes run on "
-                "different ranks; remove one of them"
-            )
-        if config.pairs and config.runs_no_table:
-            return (
-                "{pairs} requires one of this package's schedules; add {schedule:NAME}"
-            )
-        return _mistake_of_waiting(config)
-
     def completed(
         self, config: PipelineConfig, settings: Mapping[str, Any]
     ) -> PipelineConfig:
@@ -227,6 +214,18 @@ class PairRules(FeatureRules):
                 f"each rank lets up to {num_waiting} more W wait for idle time, at most "
                 "until their place in the simulated table"
             )
+
+
+def mistake(config: PipelineConfig) -> str | None:
+    """Return why actions cannot run as pairs, or why W cannot wait for idle time."""
+    if config.pairs and config.disaggregation is not None:
+        return (
+            "{disaggregation} cannot run with {pairs}: forward and backward passes run on "
+            "different ranks; remove one of them"
+        )
+    if config.pairs and config.runs_no_table:
+        return "{pairs} requires one of this package's schedules; add {schedule:NAME}"
+    return _mistake_of_waiting(config)
 
 
 def _mistake_of_waiting(config: PipelineConfig) -> str | None:

@@ -90,41 +90,6 @@ class SliceRules(FeatureRules):
     texts = _TEXTS
     summation_reason = "slices sum over a micro-batch's tokens in a different order"
 
-    def mistake(self, config: PipelineConfig) -> str | None:
-        """Return why micro-batches cannot be cut into these slices."""
-        if not 1 <= config.slices <= MAX_SLICES:
-            return (
-                f"{{slices:{{c.slices}}}}: a micro-batch has 1 to {MAX_SLICES} slices; "
-                "use {slices:4} or 8"
-            )
-        if config.slices == 1:
-            return None
-        has_roles = config.disaggregation is not None
-        unsliced = {"disaggregation": has_roles, "pairs": config.pairs}
-        for field, is_set in unsliced.items():
-            if is_set:
-                return (
-                    f"{{slices:{{c.slices}}}} cannot run with {{{field}}}: its tables have no "
-                    "slices; remove one of them"
-                )
-        of_unequal_lengths = {
-            "balance": config.balance != "off",
-            "variable_seq_lengths": config.variable_seq_lengths,
-        }
-        for field, is_set in of_unequal_lengths.items():
-            if is_set:
-                return (
-                    f"{{slices:{{c.slices}}}} cannot run with {{{field}}}: it cuts all "
-                    "micro-batches alike; use {slice_tokens:4096} without {slices}, or remove one "
-                    "of them"
-                )
-        if config.runs_no_table:
-            return (
-                "{slices:{c.slices}} requires one of this package's schedules; add "
-                "{schedule:NAME}, such as zb-h1"
-            )
-        return None
-
     def why_no_forecast(self, config: PipelineConfig) -> str | None:
         """Return why the planner cannot forecast slices."""
         if config.slices == 1:
@@ -184,3 +149,39 @@ class SliceRules(FeatureRules):
     ) -> dict[str, int | str]:
         """Return the number of slices."""
         return {"slices": config.slices} if config.slices > 1 else {}
+
+
+def mistake(config: PipelineConfig) -> str | None:
+    """Return why micro-batches cannot be cut into these slices."""
+    if not 1 <= config.slices <= MAX_SLICES:
+        return (
+            f"{{slices:{{c.slices}}}}: a micro-batch has 1 to {MAX_SLICES} slices; "
+            "use {slices:4} or 8"
+        )
+    if config.slices == 1:
+        return None
+    has_roles = config.disaggregation is not None
+    unsliced = {"disaggregation": has_roles, "pairs": config.pairs}
+    for field, is_set in unsliced.items():
+        if is_set:
+            return (
+                f"{{slices:{{c.slices}}}} cannot run with {{{field}}}: its tables have no "
+                "slices; remove one of them"
+            )
+    of_unequal_lengths = {
+        "balance": config.balance != "off",
+        "variable_seq_lengths": config.variable_seq_lengths,
+    }
+    for field, is_set in of_unequal_lengths.items():
+        if is_set:
+            return (
+                f"{{slices:{{c.slices}}}} cannot run with {{{field}}}: it cuts all "
+                "micro-batches alike; use {slice_tokens:4096} without {slices}, or remove one "
+                "of them"
+            )
+    if config.runs_no_table:
+        return (
+            "{slices:{c.slices}} requires one of this package's schedules; add "
+            "{schedule:NAME}, such as zb-h1"
+        )
+    return None
