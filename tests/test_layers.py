@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+# Every commit can break these guards, and CI runs the short tier.
+pytestmark = pytest.mark.short_s(10)
+
 REPO = Path(__file__).parents[1]
 PACKAGE = REPO / "megatron_ext"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -224,7 +227,6 @@ def check_circles(extra: str = "", into: str = "") -> None:
     TopologicalSorter({one: others - {one} for one, others in rooms.items()}).prepare()
 
 
-@pytest.mark.short_s(10)  # every commit can break it, and CI runs the short tier
 def test_no_files_and_no_rooms_import_each_other() -> None:
     check_circles()
 
