@@ -7,7 +7,8 @@
 
 The core (`schedules/`, `runtime/`, `config/`) imports no feature. It reads this file, which imports
 nothing, and imports an entry's module on first use. To remove a feature, delete its folder and its
-entries.
+entries: everything else still works. Its settings stay in `config/`, and a table that needs them is
+refused.
 """
 
 from __future__ import annotations
