@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.upstream.releases import has_training
+
 from .transport.build_tools import REPOSITORY, build_sdist, build_wheel
 
 NEEDED = ("scikit_build_core", "pybind11", "setuptools_scm")
@@ -78,6 +80,8 @@ def test_the_wheel_brings_one_package(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_trains_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
+    if not has_training():
+        pytest.skip("the wheel of this megatron-core has no training loop")
     home = tmp_path / "environment"
     venv.create(home, with_pip=True)
     python = home / "bin" / "python"
@@ -98,11 +102,11 @@ def test_the_wheel_trains_without_a_compiler(wheel: Path, tmp_path: Path) -> Non
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"  # Debian's Python has two
     site = Path(run([str(python), "-c", where], tmp_path).strip())
     (site / "torch_and_megatron.pth").write_text(sysconfig.get_path("purelib"))
-    (home / "bin" / "torchrun").write_text(
-        f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n'
-    )
-    (home / "bin" / "torchrun").chmod(0o755)
-
+    # The launcher needs these commands, but no compiler.
+    for name in ("env", "sh", "bash", "cat", "mkdir", "hostname"):
+        program = shutil.which(name)
+        if program is not None:
+            (home / "bin" / name).symlink_to(program)
     path = str(home / "bin")
     assert not [
         name
@@ -125,9 +129,13 @@ def test_the_wheel_trains_without_a_compiler(wheel: Path, tmp_path: Path) -> Non
     shown = run([str(home / "bin" / "megatron-ext"), "--version"], tmp_path, **clean)
     assert shown.split()[1] == wheel.name.split("-")[1]
 
-    command = [str(home / "bin" / "torchrun"), *quick_start()[1:]]
-    trained = run(command, tmp_path, OMP_NUM_THREADS="1", **clean)
-    losses = [float(each) for each in re.findall(r"lm loss: (\S+)", trained)]
+    entry, *arguments = quick_start()
+    command = [str(home / "bin" / entry), *arguments]
+    runs = {"HOME": str(tmp_path), "MEGATRON_EXT_RUNS": str(tmp_path / "runs")}
+    trained = run(command, tmp_path, OMP_NUM_THREADS="1", **runs, **clean)
+    losses = [
+        float(each) for each in re.findall(r"iteration +\d+/\d+ +loss (\S+)", trained)
+    ]
     assert len(losses) >= 2, trained[-4000:]
     assert losses[-1] < losses[0]
     assert "messages over shm" in trained
