@@ -359,8 +359,8 @@ class Active:
     checked_steps: WeakKeyDictionary[Any, int] = field(
         default_factory=WeakKeyDictionary
     )
-    """Model chunk -> number of training steps whose effects have been checked
-    (`patches/effects.py`); 0 after an evaluation."""
+    """First chunk of a model -> number of its training steps whose effects have been checked
+    (`patches/effects.py`); 0 if only evaluations were."""
     is_log_checked: bool = False
     """Whether `patches/effects.py` has checked the log's first line."""
 

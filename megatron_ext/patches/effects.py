@@ -99,7 +99,7 @@ def _watched(
         if in_force is None:
             return schedule(*args, **kwargs)
         model = kwargs["model"]
-        chunks = model if isinstance(model, list) else [model]
+        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         num_checked = in_force.checked_steps.get(chunks[0])
         if num_checked == _STEPS:
             return schedule(*args, **kwargs)

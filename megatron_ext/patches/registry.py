@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import cached_property, partial, update_wrapper
 from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import wrapt
 
@@ -63,6 +64,8 @@ class Registry:
         """Ids of the wraps and replacements that have run in this process (used by `effects`)."""
         self.undo = ExitStack()
         """Other changes that `deactivate` reverts: import hooks, environment variables."""
+        self._undo_by_object: dict[int, tuple[ref[Any], Callable[[Any], None]]] = {}
+        """Id of an object that lives -> its reference, and how to undo its change."""
         self._release_override = release
         self._sites: dict[str, Site] = {}
         # All rows, including those for other releases.
@@ -129,6 +132,24 @@ class Registry:
         self.active = False
         self._uninstall(self._sites.values())
         self.undo.close()
+        for reference, undo in list(self._undo_by_object.values()):
+            changed = reference()
+            if changed is not None:
+                undo(changed)
+        self._undo_by_object.clear()
+
+    def undo_change(self, changed: object, undo: Callable[[Any], None]) -> None:
+        """Let `deactivate` undo a change to one of the program's objects, if that still exists.
+
+        Programs may create such an object in every micro-batch, so it is not kept alive, and
+        nothing is kept of it once it is gone.
+        """
+        key = id(changed)
+
+        def forget(_: ref[Any]) -> None:
+            self._undo_by_object.pop(key, None)
+
+        self._undo_by_object[key] = ref(changed, forget), undo
 
     # -- installing ------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ schedule computes their weight gradients as usual.
 
 from __future__ import annotations
 
-import weakref
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -98,11 +98,8 @@ def prepare_config(config: Any) -> None:
         return
     if not config.delay_wgrad_compute:
         setattr(config, _DELAYS_FOR_W, True)
-        REGISTRY.undo.callback(
-            _restore_config,
-            weakref.ref(config),
-            config.tp_comm_bulk_wgrad,
-        )
+        restore = partial(_restore, tp_comm_bulk_wgrad=config.tp_comm_bulk_wgrad)
+        REGISTRY.undo_change(config, restore)
     # Megatron allows this only with its own expert communication overlap, but it
     # only checks that when a configuration is created.
     config.delay_wgrad_compute = True
@@ -110,11 +107,8 @@ def prepare_config(config: Any) -> None:
     config.tp_comm_bulk_wgrad = False
 
 
-def _restore_config(config_ref: weakref.ref[Any], tp_comm_bulk_wgrad: bool) -> None:
+def _restore(config: Any, *, tp_comm_bulk_wgrad: bool) -> None:
     """Undo `prepare_config`: without the patches, layers built from now on would stay on."""
-    config = config_ref()
-    if config is None:
-        return
     setattr(config, _DELAYS_FOR_W, False)
     config.delay_wgrad_compute = False
     config.tp_comm_bulk_wgrad = tp_comm_bulk_wgrad

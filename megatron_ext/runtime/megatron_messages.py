@@ -59,7 +59,7 @@ class MegatronPipeline:
         call: Mapping[str, Any],
     ) -> None:
         model = call["model"]
-        chunks = model if isinstance(model, list) else [model]
+        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         config = get_model_config(chunks[0])
         self._pipeline = pipeline
         # Keep a reference, so that the group's id, the key of `MegatronPipelines`, stays unique.

@@ -829,19 +829,19 @@ def _without_repeated_reading(records: list[Record]) -> list[Record]:
     """Return a step's records without the first reading of its weights if nothing changed since."""
     bits_of_weights: dict[tuple[str, str, int], str] = {}
     first_reading = []
-    others = []
+    final_records = []
     for record in records:
         if record.module.endswith(FIRST_READING):
             first_reading.append(record)
             continue
-        others.append(record)
+        final_records.append(record)
         if record.kind == "weights":
             bits_of_weights[record.module, record.part, record.stage] = record.bits
     for record in first_reading:
         final_name = record.module.removesuffix(FIRST_READING)
         if record.bits != bits_of_weights.get((final_name, record.part, record.stage)):
             return records
-    return others
+    return final_records
 
 
 def _begin_module(operators: OperatorRecorder, _gradient: torch.Tensor) -> None:

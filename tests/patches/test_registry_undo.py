@@ -138,3 +138,25 @@ def test_copies_of_a_copy_that_was_patched_are_restored_too(
     assert (
         later.plus is print
     )  # the one that everybody knows as print cannot be told from it
+
+
+class _Settings:
+    """An object of the program; like a `TransformerConfig`, it cannot be a key."""
+
+    __hash__ = None  # type: ignore[assignment]
+    value = 0
+
+
+def test_changes_to_objects_are_undone_and_forgotten_with_them() -> None:
+    """A program may create such an object in every micro-batch."""
+    registry = Registry()
+    registry.activate()
+    kept = _Settings()
+    for settings in (kept, *(_Settings() for _ in range(3))):
+        settings.value = 1
+        registry.undo_change(settings, lambda changed: setattr(changed, "value", 0))
+    del settings
+    assert len(registry._undo_by_object) == 1
+    registry.deactivate()
+    assert kept.value == 0
+    assert not registry._undo_by_object

@@ -22,26 +22,7 @@ from tests.ranks import run_ranks, start_ranks
 
 from . import toy
 
-M = 4
-
-
-def _step(
-    config: Any, model: list[toy.Stage], m: int = M, *, run: Any = None, **keywords: Any
-) -> list[Any]:
-    """Run one step by whatever Megatron hands out, or by `run`."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    iterators = [toy.samples(m, int(config.variable_seq_lengths)) for _ in model]
-    single = len(model) == 1
-    usual: dict[str, Any] = {
-        "forward_step_func": toy.forward_step,
-        "data_iterator": iterators[0] if single else iterators,
-        "model": model[0] if single else model,
-        "num_microbatches": m,
-        "seq_length": toy.LENGTH,
-        "micro_batch_size": toy.BATCH,
-    }
-    return (run or get_forward_backward_func())(**(usual | keywords))
+M = toy.M
 
 
 def _own_and_stock(
@@ -60,7 +41,7 @@ def _own_and_stock(
 
         config.finalize_model_grads_func = finalize
         model = toy.chunks(config, [dist.get_rank()])
-        reports = _step(config, model, **keywords)
+        reports = toy.step(config, model, **keywords)
         found.append((reports, finalized, model[0].firsts, model[0].weight.grad))
     return found[0], found[1]
 
@@ -154,14 +135,14 @@ def _given_groups() -> tuple[Any, Any]:
 
         config.finalize_model_grads_func = finalize
         communicator = P2PCommunicator(pp_group=groups.pp, config=config)
-        reports = _step(
+        reports = toy.step(
             config, model, run=run, p2p_communicator=communicator, pg_collection=groups
         )
         found.append((reports, finalized, model[0].weight.grad.tolist()))
     with pytest.raises(
         ScheduleError, match="pass both p2p_communicator and pg_collection"
     ):
-        _step(config, model, pg_collection=groups)
+        toy.step(config, model, pg_collection=groups)
     return found[0], found[1]
 
 
@@ -184,7 +165,7 @@ def _reports_are_by_micro_batch() -> list[float]:
         for row in table.rows
     )
     chosen._tables[M] = replace(table, rows=rows)
-    reports = _step(config, toy.chunks(config, list(stages)))
+    reports = toy.step(config, toy.chunks(config, list(stages)))
     return [report["loss"].item() for report in reports]
 
 
@@ -217,9 +198,9 @@ def _with_views() -> Any:
     use(make_pipeline("1f1b", 2, M))
     config = toy.config()
     model: list[toy.Stage] = [_View(config, dist.get_rank(), None)]
-    trained = _step(config, model)
+    trained = toy.step(config, model)
     with torch.no_grad():
-        return _plain([trained, _step(config, model, forward_only=True)])
+        return _plain([trained, toy.step(config, model, forward_only=True)])
 
 
 def test_stages_may_hand_on_views() -> None:
@@ -242,7 +223,7 @@ def _waits_in_vain() -> str:
     runtime.check_same_table = lambda *_: None
     runtime.features = list
     with pytest.raises(TransportError) as raised:
-        _step(config, model)
+        toy.step(config, model)
     return str(raised.value)
 
 
@@ -261,7 +242,7 @@ def _different_tables() -> None:
     toy.start(2)
     use(make_pipeline(("1f1b", "gpipe")[dist.get_rank()], 2, M))
     config = toy.config()
-    _step(config, toy.chunks(config, [dist.get_rank()]))
+    toy.step(config, toy.chunks(config, [dist.get_rank()]))
 
 
 def test_ranks_with_different_tables_do_not_start() -> None:
@@ -282,7 +263,7 @@ def _misfit(name: str, stages: int) -> str:
     use(make_pipeline(name, 4 if name == "gpipe" else 2, M))
     config = toy.config()
     with pytest.raises(ScheduleError) as raised:
-        _step(config, toy.chunks(config, list(range(stages))))
+        toy.step(config, toy.chunks(config, list(range(stages))))
     return str(raised.value)
 
 
@@ -307,7 +288,7 @@ def _failing_step() -> None:
     from tests.pipelines import splits
 
     with pytest.raises((RuntimeError, TransportError)):
-        _step(config, model)
+        toy.step(config, model)
     assert splits().pending() == []
 
 
@@ -337,7 +318,7 @@ def _shared_data(name: str, ranks: int) -> list[Any]:
             "the same for each": [each[0]] * len(stages),
         }
         data = ways[way]
-        reports = _step(
+        reports = toy.step(
             model[0].config,
             model,
             data_iterator=data,
@@ -346,7 +327,7 @@ def _shared_data(name: str, ranks: int) -> list[Any]:
         found.append((reports, [chunk.weight.grad for chunk in model]))
         assert next(each[0], None) is None  # a step takes its micro-batches and no more
     with pytest.raises(ScheduleError) as raised:
-        _step(model[0].config, model, data_iterator=[each[0]] * 3)
+        toy.step(model[0].config, model, data_iterator=[each[0]] * 3)
     return [*found, str(raised.value)]
 
 
@@ -375,7 +356,7 @@ def _incomplete_model(lacks: tuple[str, ...]) -> str:
     wrapped = torch.nn.Module()
     wrapped.module = bare
     with pytest.raises(ScheduleError) as raised:
-        _step(toy.config(), [wrapped])  # type: ignore[list-item]
+        toy.step(toy.config(), [wrapped])  # type: ignore[list-item]
     return str(raised.value)
 
 
@@ -430,13 +411,13 @@ def _wrapped_by_torch() -> list[str]:
         config = toy.config()
         [stage] = toy.chunks(config, [dist.get_rank()])
         with pytest.raises(ScheduleError) as raised:
-            _step(config, [wrap(stage)])
+            toy.step(config, [wrap(stage)])
         refusals.append(str(raised.value))
     config = toy.config(no_sync_func=nullcontext, grad_sync_func=lambda _weights: None)
     [stage] = toy.chunks(config, [dist.get_rank()])
     silenced = torch.nn.parallel.DistributedDataParallel(stage, process_group=replicas)
     silenced.number = stage.number  # what the forward step reads
-    _step(config, [silenced])
+    toy.step(config, [silenced])
     [stage] = toy.chunks(toy.config(), [dist.get_rank()])
     wrapped = [torch.nn.parallel.DistributedDataParallel(stage, process_group=replicas)]
     entry._refuse_torchs_wrappers(make_pipeline("1f1b", 2, M), wrapped)
@@ -519,7 +500,7 @@ def _without_plans() -> list[str]:
         if lacks == "the step":
             model[0].build_schedule_plan = None
         with pytest.raises(ScheduleError) as raised:
-            _step(config, model)
+            toy.step(config, model)
         told.append(str(raised.value))
     return told
 
@@ -560,11 +541,11 @@ def _kept_too_long(settings: dict[str, Any]) -> tuple[str, str]:
     config = toy.config()
     model = toy.chunks(config, [dist.get_rank()])
     ours = get_forward_backward_func()
-    _step(config, model, run=ours)
+    toy.step(config, model, run=ours)
     told = []
     for run in (before, ours):
         try:
-            _step(config, model, run=run)
+            toy.step(config, model, run=run)
         except ScheduleError as error:
             told.append(str(error))
         else:
@@ -611,7 +592,9 @@ def _with_several_modules() -> list[str]:
     calls = (
         lambda: get_forward_backward_func(2, None, modules),
         lambda: get_forward_backward_func(pp_size=2, schedule_pg_collection=modules),
-        lambda: _step(config, model, pg_collection=modules, p2p_communicator=object()),
+        lambda: toy.step(
+            config, model, pg_collection=modules, p2p_communicator=object()
+        ),
     )
     for call in calls:
         with pytest.raises(ScheduleError) as caught:
@@ -636,7 +619,7 @@ def _overwriting(file: str) -> str:
     model = toy.chunks(config, [dist.get_rank()])
     model[0].fuse_wgrad_accumulation = model[0].is_first_microbatch = True  # type: ignore[assignment]
     with pytest.raises(ScheduleError) as raised:
-        _step(config, model, 2)
+        toy.step(config, model, 2)
     return str(raised.value)
 
 

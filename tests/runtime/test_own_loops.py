@@ -19,31 +19,11 @@ from . import toy
 if TYPE_CHECKING:
     from megatron_ext.config.active import Active
 
-M = 4
 
-
-def _step(model: list[toy.Stage], **keywords: Any) -> list[Any]:
-    """Run one step by the schedule in force."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    single = len(model) == 1
-    iterators = [toy.samples(M) for _ in model]
-    usual: dict[str, Any] = {
-        "forward_step_func": toy.forward_step,
-        "data_iterator": iterators[0] if single else iterators,
-        "model": model[0] if single else model,
-        "num_microbatches": M,
-        "seq_length": toy.LENGTH,
-        "micro_batch_size": toy.BATCH,
-    }
-    reports: list[Any] = get_forward_backward_func()(**(usual | keywords))
-    return reports
-
-
-def _message(model: list[toy.Stage], **keywords: Any) -> str:
+def _message(chunks: list[toy.Stage], **keywords: Any) -> str:
     """Return the error of a step, or an empty string."""
     try:
-        _step(model, **keywords)
+        toy.step(chunks[0].config, chunks, **keywords)
     except (MegatronExtError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -51,7 +31,7 @@ def _message(model: list[toy.Stage], **keywords: Any) -> str:
 
 def _configured(name: str, **facts: Any) -> Active:
     """Put a schedule in force as `configure` does."""
-    pipeline = make_pipeline(name, dist.get_world_size(), M)
+    pipeline = make_pipeline(name, dist.get_world_size(), toy.M)
     return use(pipeline, requested=pipeline.config, **facts)
 
 
@@ -71,7 +51,7 @@ def _changed_settings() -> list[str]:
     model[0].config.cuda_graph_impl = "local"
     messages.append(_message(model))
     # Flags have been checked, and Megatron builds the objects from them.
-    use(make_pipeline("1f1b", 1, M))
+    use(make_pipeline("1f1b", 1, toy.M))
     messages.append(_message(model))
     return messages
 
@@ -248,7 +228,9 @@ def _two_models() -> list[list[int]]:
         (1, True),
         (1, False),
     ):
-        assert not _message(models[number], forward_only=forward_only)
+        # Programs may pass a tuple as well as a list.
+        chunks: Any = tuple(models[number])
+        assert not _message(models[number], model=chunks, forward_only=forward_only)
         counts.append(len(checked))
     return [counts, checked]
 

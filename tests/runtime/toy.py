@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 WIDTH, LENGTH, BATCH = 4, 3, 2
+M = 4
+"""Number of micro-batches."""
 
 VARYING = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
 """Settings for micro-batches of different lengths."""
@@ -79,6 +81,33 @@ def samples(num_microbatches: int, longer_by: int = 0) -> Iterator[torch.Tensor]
     for i in range(num_microbatches):
         shape = LENGTH + longer_by * i, BATCH, WIDTH
         yield torch.randn(shape, generator=torch.Generator().manual_seed(1000 + i))
+
+
+def step(
+    config: Any,
+    model: list[Stage],
+    num_microbatches: int = M,
+    /,
+    *,
+    run: Any = None,
+    **keywords: Any,
+) -> list[Any]:
+    """Run one step by whatever Megatron hands out, or by `run`; return its reports."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    longer_by = int(config.variable_seq_lengths)
+    iterators = [samples(num_microbatches, longer_by) for _ in model]
+    single = len(model) == 1
+    usual: dict[str, Any] = {
+        "forward_step_func": forward_step,
+        "data_iterator": iterators[0] if single else iterators,
+        "model": model[0] if single else model,
+        "num_microbatches": num_microbatches,
+        "seq_length": LENGTH,
+        "micro_batch_size": BATCH,
+    }
+    reports: list[Any] = (run or get_forward_backward_func())(**(usual | keywords))
+    return reports
 
 
 def forward_step(
